@@ -1,6 +1,6 @@
 # make demo   set up .venv, then answer a few prompts with SmolLM2-135M-Instruct
 # make test   set up what is missing, then run every check
-# make docs   process every page of the site, without quarto
+# make export write litevllm/, kernels/ and README.md from the notebooks
 # make clean  remove .venv and everything that is built
 #
 # Needs git, make and Python 3.11 or newer. A stamp in .venv marks a finished installation, so that later runs start at once.
@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 PIP := $(PY) -m pip --disable-pip-version-check install -q
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test sync notebooks pytest docs clean
+.PHONY: demo test notebooks pytest export clean
 
 demo: $(VENV)/.installed
 	$(PY) -m litevllm.demo
@@ -29,8 +29,10 @@ notebooks: $(VENV)/.installed-dev
 pytest: $(VENV)/.installed-dev
 	$(PY) -m pytest -q
 
-docs: $(VENV)/.installed-dev
-	$(PY) -m pytest -q tests/test_docs.py
+export: $(VENV)/.installed-dev
+	$(VENV)/bin/nbdev_export
+	$(VENV)/bin/nbdev_clean
+	$(PY) -m litevllm._site readme
 
 clean:
 	rm -rf $(VENV) build dist _proc _docs *.egg-info

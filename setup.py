@@ -7,7 +7,7 @@ cfg = cp['DEFAULT']
 
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'].split(),
-    author=cfg['author'], url=cfg['git_url'], license='Apache-2.0', license_files=['LICENSE'],
+    author=cfg['author'], url=cfg['git_url'], license='Apache-2.0',
     long_description=Path(__file__).with_name('README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     # by name: find_packages misses litevllm.kernels, which is a link and has no __init__.py (tests/test_packaging.py counts them)
     packages=['litevllm'] + [f'litevllm.{p}' for p in ('core', 'engine', 'kernels', 'model', 'worker')],

@@ -67,7 +67,7 @@ def write_tokens(key, value, key_pool, value_pool, slots):
                 value_pool[slot, h, d] = value[t, h, d]
 
 # %% ../nbs/05b_cpu_attention.ipynb #196fa1af
-@njit(fastmath=FAST, cache=True)
+@njit(fastmath=FAST, forceinline=True, cache=True)
 def score_tile(score, q, i, k_pool, place, width, h):
     "score[j] = q[i] . key at place[j], for j < width (a multiple of 4)"
     for j in range(0, width, 4):
@@ -82,7 +82,7 @@ def score_tile(score, q, i, k_pool, place, width, h):
         score[j], score[j + 1], score[j + 2], score[j + 3] = s0, s1, s2, s3
 
 # %% ../nbs/05b_cpu_attention.ipynb #237a8887
-@njit(fastmath=FAST, cache=True)
+@njit(fastmath=FAST, forceinline=True, cache=True)
 def weigh_tile(score, width, first, last, m, l, acc, i):
     "Turn score[:width] into weights; update the running maximum m[i] and sum l[i], rescale acc[i] where the maximum grew"
     top = m[i]
@@ -99,7 +99,7 @@ def weigh_tile(score, width, first, last, m, l, acc, i):
     l[i] += total
 
 # %% ../nbs/05b_cpu_attention.ipynb #472bf47a
-@njit(fastmath=FAST, cache=True)
+@njit(fastmath=FAST, forceinline=True, cache=True)
 def add_values(acc, i, weight, v_pool, place, width, h):
     "acc[i] += sum over j < width of weight[j] * value at place[j]"
     for j in range(0, width, 4):

@@ -72,7 +72,7 @@ def attend_one(q, k, v, first, position, scale, window, softcap):
     q [n, num_q_heads, head_dim]; k, v [m, num_kv_heads, head_dim] at positions first, first + 1, ..; position [n]: where each query sits.
     Returns [n, num_q_heads, head_dim]; a row with no visible key is zero."""
     n, num_q_heads, head_dim = q.shape
-    grouped = q.double().view(n, k.shape[1], -1, head_dim)
+    grouped = q.double().view(n, k.shape[1], num_q_heads // k.shape[1], head_dim)
     score = torch.einsum("nhgd,mhd->hgnm", grouped, k) * scale
     if softcap > 0: score = softcap * torch.tanh(score / softcap)
     behind = position[:, None] - torch.arange(first, first + len(k), device=q.device)  # how far the key lies in the past

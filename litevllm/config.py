@@ -56,7 +56,8 @@ class ModelConfig:
 
 # %% ../nbs/00c_config.ipynb #a69d529e
 _DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
-_SAMPLING_KEYS = {k: k for k in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {"max_new_tokens": "max_tokens"}
+_SAMPLING_KEYS = {"repetition_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
+                  "min_p": "min_p", "max_new_tokens": "max_tokens"}   # transformers' name: ours
 
 
 def _read_generation_config(path: str) -> dict[str, Any]:
@@ -101,12 +102,13 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0           # most draft tokens a request and step
 
     def __post_init__(self):
-        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("long_prefill_token_threshold", 0), ("num_speculative_tokens", 0)):
+        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1),
+                            ("long_prefill_token_threshold", 0), ("num_speculative_tokens", 0)):
             _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
         _require(self.policy in ("fcfs", "priority"), "scheduling_policy", self.policy, "'fcfs' or 'priority'")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
-                             "each running request takes at least one token a step")
+                             "a running request takes at least one token a step")
         if self.async_scheduling and self.num_speculative_tokens:
             raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens} can't be used with async_scheduling=True: "
                              "drafts for a step must be known when it is planned")
@@ -150,7 +152,8 @@ class VllmConfig:
 
     def to_bytes(self) -> bytes:
         "msgpack, without the layer table."
-        return msgspec.msgpack.encode(replace(self, compilation_config=replace(self.compilation_config, static_forward_context={})))
+        compilation = replace(self.compilation_config, static_forward_context={})
+        return msgspec.msgpack.encode(replace(self, compilation_config=compilation))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "VllmConfig":
@@ -192,11 +195,17 @@ def read_hf_config(path: str) -> dict[str, Any]:
     return config
 
 # %% ../nbs/00c_config.ipynb #e6a8abf5
+def _number(hf: dict[str, Any], key: str) -> int:
+    value = hf.get(key)
+    if not isinstance(value, int): raise ValueError(f"{hf['architectures'][0]} can't be run: its config.json has no {key}")
+    return value
+
+
 def _longest(hf: dict[str, Any], tokenizer_path: str) -> int:
     "Tokens that the model and its tokenizer allow."
     rope = hf.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
-    longest = hf["max_position_embeddings"]
+    longest = _number(hf, "max_position_embeddings")
     if kind == "yarn": longest = rope.get("original_max_position_embeddings") or longest
     if kind not in ("default", "llama3", "longrope"): longest *= rope.get("factor") or 1
     file = Path(tokenizer_path) / "tokenizer_config.json"
@@ -207,7 +216,7 @@ def _longest(hf: dict[str, Any], tokenizer_path: str) -> int:
 def _max_model_len(asked: int | None, longest: int) -> int:
     if asked is None: return longest
     _require(asked >= 1, "max_model_len", asked, "at least 1")
-    if asked > longest: raise ValueError(f"max_model_len={asked} is more than the {longest} tokens that the model's config.json allows")
+    if asked > longest: raise ValueError(f"max_model_len={asked} is more than the {longest} tokens that the model's files allow")
     return asked
 
 # %% ../nbs/00c_config.ipynb #d9ae286e
@@ -255,7 +264,8 @@ class EngineArgs:
     speculative_config: Any = None
 
     def __post_init__(self):
-        if self.speculative_config is not None: raise ValueError(f"litevllm does not act on speculative_config={self.speculative_config!r} yet")
+        if self.speculative_config is not None:
+            raise ValueError(f"litevllm does not act on speculative_config={self.speculative_config!r} yet")
         _require(self.load_format in ("auto", "safetensors"), "load_format", self.load_format, "'auto' or 'safetensors'")
 
     def create_engine_config(self, device: DeviceFacts | None = None) -> VllmConfig:
@@ -267,11 +277,14 @@ def _model_config(args: EngineArgs, device: str) -> ModelConfig:
     "Finds the files (downloading or converting them if need be) and reads the numbers."
     from litevllm.hub import resolve_model
     model = resolve_model(args.model)
-    tokenizer = model if args.tokenizer is None else args.tokenizer if os.path.isdir(args.tokenizer) else resolve_model(args.tokenizer)
+    tokenizer = args.tokenizer or model
+    if not os.path.isdir(tokenizer): tokenizer = resolve_model(tokenizer)
     hf = read_hf_config(model)
-    return ModelConfig(model=model, served_model_name=args.served_model_name or args.model, tokenizer=tokenizer,
-        dtype=_resolve_dtype(args.dtype, hf.get("dtype"), device), max_model_len=_max_model_len(args.max_model_len, _longest(hf, tokenizer)),
-        seed=args.seed, vocab_size=hf["vocab_size"], enforce_eager=device == "cpu" if args.enforce_eager is None else args.enforce_eager,
+    return ModelConfig(
+        model=model, served_model_name=args.served_model_name or args.model, tokenizer=tokenizer,
+        dtype=_resolve_dtype(args.dtype, hf.get("dtype"), device), seed=args.seed, vocab_size=_number(hf, "vocab_size"),
+        max_model_len=_max_model_len(args.max_model_len, _longest(hf, tokenizer)),
+        enforce_eager=device == "cpu" if args.enforce_eager is None else args.enforce_eager,
         architecture=hf["architectures"][0], skip_tokenizer_init=args.skip_tokenizer_init, generation_config=args.generation_config)
 
 # %% ../nbs/00c_config.ipynb #9f71d005
@@ -285,14 +298,16 @@ def _scheduler_config(args: EngineArgs, max_model_len: int, device: DeviceFacts)
     if not chunked and budget < max_model_len:
         logger.warning("max_num_batched_tokens=%d is less than max_model_len=%d and chunked prefill is off: "
                        "prompts of more than %d tokens will be refused", budget, max_model_len, budget)
-    return SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=max_model_len, enable_chunked_prefill=chunked,
+    return SchedulerConfig(
+        max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=max_model_len, enable_chunked_prefill=chunked,
         long_prefill_token_threshold=args.long_prefill_token_threshold, policy=args.scheduling_policy,
         async_scheduling=args.async_scheduling is not False)
 
 # %% ../nbs/00c_config.ipynb #3662356e
 def _create_engine_config(args: EngineArgs, device: DeviceFacts) -> VllmConfig:
     model = _model_config(args, device.kind)
-    cache = CacheConfig(block_size=16 if args.block_size is None else args.block_size, gpu_memory_utilization=args.gpu_memory_utilization,
+    cache = CacheConfig(
+        block_size=16 if args.block_size is None else args.block_size, gpu_memory_utilization=args.gpu_memory_utilization,
         cache_dtype=args.kv_cache_dtype, num_gpu_blocks_override=args.num_gpu_blocks_override,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes, enable_prefix_caching=args.enable_prefix_caching is not False)
     return VllmConfig(model, cache, _scheduler_config(args, model.max_model_len, device), DeviceConfig(device.kind),

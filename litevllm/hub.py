@@ -71,7 +71,7 @@ def convert_gguf(gguf: Path, folder: Path):
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     fields = GGUFReader(gguf).fields
-    source = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
+    source = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
     _fix_tokenizer(tokenizer, pre).save_pretrained(folder)
@@ -147,7 +147,9 @@ def _is_complete(folder: Path) -> bool:
     return all((folder/shard).is_file() for shard in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 def from_hub(name: str) -> tuple[Path | None, str]:
-    "The snapshot of hub model `name` and \"\", or None and the reason why there is none. Safetensors, JSON and text files of the top folder."
+    """The snapshot of hub model `name` and "", or None and the reason why there is none.
+
+    Only what the engine reads is downloaded: safetensors, JSON and text files of the top folder."""
     online = hub_answers()
     from huggingface_hub import snapshot_download
     files = dict(allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"], ignore_patterns=["*/*", "consolidated*"])
@@ -173,8 +175,8 @@ def resolve_model(model: str) -> str:
 
     Raises FileNotFoundError where nothing of the kind is to be had, ValueError where a path holds no model or too many."""
     path = Path(model).expanduser()
-    if path.exists(): return str(_local_model(path))
-    if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".gguf") or "\\" in model or not model:
+    if model and path.exists(): return str(_local_model(path))
+    if not model or model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".gguf") or "\\" in model:
         raise FileNotFoundError(f"no file or directory {model!r}")
     folder, reason = from_hub(model)
     if folder is None:

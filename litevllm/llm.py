@@ -44,7 +44,7 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams], n: int) -> lis
 # %% ../nbs/00_api.ipynb #3ae191ca
 @contextlib.contextmanager
 def _hold_interrupts():
-    "Ctrl-C waits for the end of the block, and acts then. Elsewhere than in the main thread Python delivers none: nothing to hold."
+    "Ctrl-C waits for the end of the block, and acts then. Only the main thread gets any: elsewhere there is nothing to hold."
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,7 +84,8 @@ def _as_conversations(messages: Sequence) -> list[list[dict]]:
         if not conversation: raise ValueError("a conversation has no messages")
         for m in conversation:
             if not isinstance(m, dict) or "role" not in m: raise ValueError(f"a message needs a role and a content, got {m!r}")
-            if not isinstance(m.get("content"), str): raise ValueError(f"the content of a message must be a str, got {m.get('content')!r}")
+            content = m.get("content")
+            if not isinstance(content, str): raise ValueError(f"the content of a message must be a str, got {content!r}")
     return batch
 
 # %% ../nbs/00_api.ipynb #206008a0
@@ -97,7 +98,7 @@ def _chat_prompt(tokenizer, conversation: list[dict], **kw) -> dict[str, Any]:
 class LLM:
     """A model that answers lists of prompts (vllm/entrypoints/llm.py).
 
-    `model` is a local directory, a GGUF file or a hub name; further arguments are those of `EngineArgs` (TypeError for an unknown one)."""
+    `model`: a local directory, a GGUF file or a hub name. The rest: as in `EngineArgs`; TypeError for an unknown argument."""
     def __init__(self, model: str, **engine_args):
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         self._close = weakref.finalize(self, self._engine.close)   # runs on del and at exit too
@@ -131,23 +132,23 @@ class LLM:
         return self.llm_engine.reset_prefix_cache()
 
     def generate(self,
-        prompts: Any,                                                             # str, dict, list of token ids, or a list of these
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, # one for all, or as many as prompts; None: the model's defaults
-        use_tqdm: bool | Callable[..., Any] = True,                               # a progress bar; or a function that makes one
-        priority: Sequence[int] | None = None,                                    # with scheduling_policy="priority": lower goes first
-    ) -> list[RequestOutput]:                                                     # in the order of the prompts
+        prompts: Any,                                                              # str, dict, list of ids, or a list of these
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,  # None: the model's defaults
+        use_tqdm: bool | Callable[..., Any] = True,                                # a progress bar, or what makes one
+        priority: Sequence[int] | None = None,                                     # one a prompt, lower goes first
+    ) -> list[RequestOutput]:                                                      # in the order of the prompts
         "Answers all prompts; ValueError with the prompt's index before anything is submitted, EngineDeadError if the child dies."
         batch = _as_batch(prompts)
         params = _as_params(self.get_default_sampling_params() if sampling_params is None else sampling_params, len(batch))
         with self._lock: return _run(self.llm_engine, self._validated(batch, params, priority), use_tqdm)
 
     def chat(self,
-        messages: Sequence,                                                       # a list of {"role", "content"}, or a list of such lists
+        messages: Sequence,                    # a list of {"role", "content"}, or a list of such lists
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        chat_template: str | None = None,                                         # Jinja; None: the tokenizer's own
-        add_generation_prompt: bool = True,                                       # ask for the assistant's turn
-        continue_final_message: bool = False,                                     # or go on with the last message
+        chat_template: str | None = None,      # Jinja; None: the tokenizer's own
+        add_generation_prompt: bool = True,    # ask for the assistant's turn
+        continue_final_message: bool = False,  # or go on with the last message
     ) -> list[RequestOutput]:
         "Answers conversations; ValueError where there is no template."
         tokenizer = self.get_tokenizer()

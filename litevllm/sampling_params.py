@@ -58,7 +58,8 @@ def _check_numbers(params: "SamplingParams"):
         value = getattr(params, name)
         if value is None and name in _OPTIONAL: continue
         if not isinstance(value, (int, float) if kind is float else int):
-            raise TypeError(f"{name} must be {'a number' if kind is float else 'an integer'}, got {value!r} ({type(value).__name__})")
+            a_kind = "a number" if kind is float else "an integer"
+            raise TypeError(f"{name} must be {a_kind}, got {value!r} ({type(value).__name__})")
         if not holds(value): raise ValueError(f"{name} must be {words}, got {value}")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} is more than max_tokens={params.max_tokens}")
@@ -184,4 +185,4 @@ _NOT_YET = (   # field, its value when unset
 
 def _refuse_unsupported(params: SamplingParams):
     named = [f"{name}={value!r}" for name, unset in _NOT_YET if (value := getattr(params, name)) != unset]
-    if named: raise ValueError(f"litevllm does not act on {', '.join(named)} yet; leave {'it' if len(named) == 1 else 'them'} out")
+    if named: raise ValueError(f"litevllm does not act on {', '.join(named)} yet")

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['TINY_ARCHS', 'tiny_tokenizer', 'tiny_config', 'write_tiny_model']
 
-# %% ../nbs/04f_tiny_models.ipynb #c20ba8b4
+# %% ../nbs/04f_tiny_models.ipynb #563578ee
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
-# %% ../nbs/04f_tiny_models.ipynb #b4e8251e
+# %% ../nbs/04f_tiny_models.ipynb #aebe786b
 _TEXT = """A request arrives as text and leaves as text. In between it is a list of token ids, a place in a queue, a row in a
 packed batch, and a list of blocks in a cache. The scheduler decides how many tokens each request may run in a step; the
 runner packs the tokens of all the requests into one flat array; the model turns them into hidden states, and the sampler
@@ -36,7 +36,7 @@ def tiny_tokenizer(vocab_size: int = 512, chat_template: str | None = _CHAT_TEMP
     return PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=special[1], eos_token=special[2], pad_token=special[2],
                                    unk_token=special[0], chat_template=chat_template, clean_up_tokenization_spaces=False)
 
-# %% ../nbs/04f_tiny_models.ipynb #59cd69e7
+# %% ../nbs/04f_tiny_models.ipynb #103e5eb1
 TINY_ARCHS = ("llama", "mistral", "smollm2", "qwen2", "qwen3", "opt")
 _MODEL_TYPE = {"smollm2": "llama"}
 _COMMON = dict(vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256,
@@ -56,7 +56,7 @@ def tiny_config(arch: str = "llama", **overrides):
     if arch == "qwen3": args.setdefault("head_dim", 32)   # not hidden_size / num_attention_heads: Qwen3 chooses it freely
     return cls(**args)
 
-# %% ../nbs/04f_tiny_models.ipynb #753cd81b
+# %% ../nbs/04f_tiny_models.ipynb #4ccaa36a
 @torch.no_grad()
 def _randomize(model: torch.nn.Module, seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
         else: noise = 0.1 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
         p.copy_(noise)
 
-# %% ../nbs/04f_tiny_models.ipynb #f545f852
+# %% ../nbs/04f_tiny_models.ipynb #722a0304
 def write_tiny_model(path, arch: str = "llama", *, seed: int = 0, dtype: str = "float32", max_shard_size: str | int = "5GB",
                      chat_template: str | None = _CHAT_TEMPLATE, **overrides) -> str:
     """Write a random model with its tokenizer to the directory `path` as transformers does; returns `path` as a string.

@@ -18,6 +18,11 @@ from litevllm.core.scheduler import Scheduler
 from litevllm.sampling_params import SamplingParams
 
 
+STATE = {"running", "waiting", "free_blocks"}
+FIELDS = {"add": {"req"}, "abort": {"req"} | STATE, "update": {"sampled", "outputs"} | STATE,
+          "schedule": {"num_scheduled_tokens", "total", "new", "cached", "preempted", "finished"} | STATE}     # what each kind of operation holds
+
+
 class MalformedTrace(Exception):
     "The file is not a trace file."
 
@@ -54,14 +59,10 @@ def read_traces(path):
 
 
 def make_scheduler(config):
-    "A scheduler with the options of a trace."
-    scheduler_config = SchedulerConfig(
-        max_num_batched_tokens=config["max_num_batched_tokens"], max_num_seqs=config["max_num_seqs"], max_model_len=config["max_model_len"],
-        enable_chunked_prefill=config["enable_chunked_prefill"], long_prefill_token_threshold=config["long_prefill_token_threshold"],
-        policy=config["policy"], async_scheduling=config["async_scheduling"], scheduler_reserve_full_isl=config["scheduler_reserve_full_isl"])
-    cache_config = CacheConfig(block_size=config["block_size"], enable_prefix_caching=config["enable_prefix_caching"],
-                               num_gpu_blocks=config["num_gpu_blocks"])
-    return (AsyncScheduler if config["async_scheduling"] else Scheduler)(scheduler_config, cache_config)
+    "A scheduler with the options of a trace; an unknown option is a TypeError."
+    cache = {k: v for k, v in config.items() if k in ("block_size", "num_gpu_blocks", "enable_prefix_caching")}
+    scheduler_config = SchedulerConfig(**{"async_scheduling": False} | {k: v for k, v in config.items() if k not in cache})
+    return (AsyncScheduler if scheduler_config.async_scheduling else Scheduler)(scheduler_config, CacheConfig(**cache))
 
 
 def make_request(req_id, spec, eos_token_id, block_hasher):
@@ -78,6 +79,7 @@ class Replay:
     def __init__(self, trace):
         self.trace = trace
         self.scheduler = make_scheduler(trace["config"])
+        for item in trace["requests"].items(): make_request(*item, trace["eos_token_id"], None)      # a malformed one is found here
         self.in_flight = deque()      # plans not yet updated; with async_scheduling there are two
 
     def add(self, op):
@@ -114,12 +116,19 @@ class Replay:
         return dict(running=[r.request_id for r in scheduler.running], waiting=waiting,
                     free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def check_op(self, index, op):
+        "MalformedTrace for an operation that the format does not know or that lacks a field."
+        kind = op.get("op") if isinstance(op, dict) else None
+        if kind not in FIELDS: raise MalformedTrace(f"operation {index} is of no known kind: {op!r}")
+        if missing := FIELDS[kind] - op.keys(): raise MalformedTrace(f"operation {index} ({kind}) lacks {', '.join(sorted(missing))}")
+        if kind == "add" and op["req"] not in self.trace["requests"]: raise MalformedTrace(f"operation {index} adds {op['req']!r}, which is not in requests")
+        if kind == "update" and not self.in_flight: raise MalformedTrace(f"operation {index} updates, and no schedule is left to update")
+
     def difference(self):
         "The first Difference, or None."
         for index, op in enumerate(self.trace["ops"]):
-            if op.get("op") not in ("add", "abort", "schedule", "update"): raise MalformedTrace(f"operation {index}: unknown kind {op.get('op')!r}")
+            self.check_op(index, op)
             try: got = getattr(self, op["op"])(op) | self.state()
-            except KeyError as e: raise MalformedTrace(f"operation {index} ({op['op']}): no {e}") from e
             except Exception as e: return Difference(self.trace["seed"], index, op, "(raised)", "no error", f"{type(e).__name__}: {e}")
             for field, value in op.items():
                 if field in ("op", "req", "sampled") and field not in got: continue

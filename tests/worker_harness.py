@@ -101,16 +101,17 @@ class Driver:
 
 
 def run_scheduler(worker, prompts, params, num_blocks, **scheduler_args):
-    "Schedule, execute, update until all have ended, synchronously; token ids per prompt, and the scheduler."
+    "Schedule, execute, update until all have ended, synchronously; token ids per prompt, the scheduler, and the number of preemptions."
     config = worker.vllm_config
     scheduler = Scheduler(replace(config.scheduler_config, async_scheduling=False, **scheduler_args),
                           replace(config.cache_config, num_gpu_blocks=num_blocks))
     for i, (prompt, p) in enumerate(zip(prompts, params)):
         scheduler.add_request(Request(str(i), prompt, p.clone(), block_hasher=scheduler.block_hasher))
-    outputs = {str(i): [] for i in range(len(prompts))}
+    outputs, preemptions = {str(i): [] for i in range(len(prompts))}, 0
     while scheduler.has_requests():
         plan = scheduler.schedule()
+        preemptions += len(plan.preempted_req_ids)
         result = scheduler.update_from_output(plan, worker.execute_model(plan))
         if (drafts := worker.take_draft_token_ids()) is not None: scheduler.update_draft_token_ids(drafts)
         for out in result.outputs: outputs[out.request_id] += out.new_token_ids
-    return list(outputs.values()), scheduler
+    return list(outputs.values()), scheduler, preemptions

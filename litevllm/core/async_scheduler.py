@@ -19,7 +19,7 @@ class AsyncScheduler(Scheduler):
 
     @staticmethod
     def _refuse_drafts(num: int) -> None:
-        if num: raise ValueError(f"async_scheduling cannot take speculative tokens yet ({num} asked for): set async_scheduling=False")
+        if num: raise ValueError(f"async_scheduling cannot take speculative tokens yet ({num} given): set async_scheduling=False")
 
     def _update_after_schedule(self, step: Step) -> None:
         "Each request whose prefill is complete with this step will bring one token: a placeholder stands in for it."
@@ -37,5 +37,5 @@ class AsyncScheduler(Scheduler):
         return token_ids, status
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        "Refused: a draft would need the token that is still in flight."
+        "Refused, unless it is empty: a draft would continue a token that is still in flight."
         self._refuse_drafts(sum(map(len, draft_token_ids.draft_token_ids)))

@@ -57,7 +57,8 @@ class KVCacheBlock:
     prev_free: "KVCacheBlock | None" = None
     next_free: "KVCacheBlock | None" = None
 
-    def __repr__(self) -> str: return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
 
 # %% ../../nbs/02b_block_pool.ipynb #dc294cdf
 class FreeKVCacheBlockQueue:
@@ -129,7 +130,7 @@ class BlockHashToBlockMap:
 class BlockPool:
     "All KV cache blocks of one engine (vllm/v1/core/block_pool.py)."
     def __init__(self, num_gpu_blocks: int):
-        if num_gpu_blocks < 2: raise ValueError(f"a pool of {num_gpu_blocks} block(s) has no usable block: block 0 is the null block")
+        if num_gpu_blocks < 2: raise ValueError(f"a pool of {num_gpu_blocks} block(s) has no usable block: block 0 is the null one")
         self.num_gpu_blocks = num_gpu_blocks
         self.blocks = [KVCacheBlock(i) for i in range(num_gpu_blocks)]
         self.null_block, *usable = self.blocks
@@ -190,6 +191,8 @@ class BlockPool:
 
     def _repr_html_(self) -> str:
         place = {b.block_id: i for i, b in enumerate(self.free_block_queue.get_all_free_blocks())}
-        show = lambda b: "null" if b is self.null_block else f"{b.ref_cnt} owner(s)" if b.ref_cnt else f"free, {place[b.block_id]} ahead"
-        rows = [[b.block_id, show(b), b.block_hash.hex()[:8] if b.block_hash else ""] for b in self.blocks]
-        return html_table(["block", "state", "holds"], rows, f"block pool: {self.get_num_free_blocks()} of {self.num_gpu_blocks - 1} free")
+        show = lambda b: f"{b.ref_cnt} owner(s)" if b.ref_cnt else f"free, {place[b.block_id]} ahead"
+        rows = [[b.block_id, "null" if b is self.null_block else show(b), b.block_hash.hex()[:8] if b.block_hash else ""]
+                for b in self.blocks]
+        return html_table(["block", "state", "holds"], rows,
+                          f"block pool: {self.get_num_free_blocks()} of {self.num_gpu_blocks - 1} free")

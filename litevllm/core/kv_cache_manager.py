@@ -49,7 +49,7 @@ class KVCacheManager:
         num_new_tokens: int,                                 # to be computed in this step, drafts included
         new_computed_blocks: Sequence[KVCacheBlock] = (),    # a prefix hit, for a request that holds nothing yet
         full_sequence_must_fit: bool = False,                # admit only if all known tokens would fit
-    ) -> list[KVCacheBlock] | None:                          # the blocks added behind the hit; None, and no change: too few are free
+    ) -> list[KVCacheBlock] | None:                          # blocks added behind the hit; None: too few are free, nothing changed
         "Make room for the next `num_new_tokens` tokens and note the content of the blocks they fill; ValueError for 0 tokens."
         if num_new_tokens <= 0: raise ValueError(f"room for {num_new_tokens} tokens asked for request {request.request_id}")
         blocks = self.req_to_blocks.get(request.request_id, [])
@@ -100,5 +100,6 @@ class KVCacheManager:
     def _repr_html_(self) -> str:
         rows = [[r, len(blocks), " ".join(str(b.block_id) for b in blocks)] for r, blocks in self.req_to_blocks.items()]
         pool = self.block_pool
+        num_held = self.num_usable_blocks - pool.get_num_free_blocks()
         return html_table(["request", "blocks", "block table"], rows,
-                          f"{self.num_usable_blocks - pool.get_num_free_blocks()} of {self.num_usable_blocks} blocks of {self.block_size} tokens held")
+                          f"{num_held} of {self.num_usable_blocks} blocks of {self.block_size} tokens held")

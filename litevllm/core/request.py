@@ -43,7 +43,7 @@ class RequestRefused(ValueError):
 class Request:
     """A request inside the core (vllm/v1/request.py).
 
-    `block_hasher(request)` gives the hashes of the full blocks that have none yet, and has a `block_size`; None: no prefix cache."""
+    `block_hasher(request)` gives the hashes of the full blocks that have none yet, and has a `block_size`; None: no cache."""
     def __init__(self, request_id: str, prompt_token_ids: list[int], sampling_params: SamplingParams, *,
                  arrival_time: float | None = None, cache_salt: str | None = None, priority: int = 0, block_hasher=None):
         self.request_id, self.priority, self.cache_salt = request_id, priority, cache_salt

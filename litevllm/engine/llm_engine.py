@@ -71,6 +71,8 @@ class LLMEngine:
     def abort_request(self, request_ids: list[str], internal: bool = False):
         "End requests at once and without a result; unknown and finished ids are passed over."
         ids = self.output_processor.abort_requests(request_ids, internal)
+        # an interrupted step() may have forgotten requests that the core still runs: it is told of every internal id
+        if internal: ids = list(request_ids)
         if ids: self.engine_core.abort_requests(ids)
 
     def get_num_unfinished_requests(self) -> int: return self.output_processor.get_num_unfinished_requests()

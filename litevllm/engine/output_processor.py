@@ -72,13 +72,13 @@ class OutputProcessor:
         self.external_req_ids.setdefault(state.external_req_id, []).append(state.request_id)
 
     def _forget(self, request_id: str) -> RequestState | None:
-        "Drop the state of an internal id from both tables."
-        state = self.request_states.pop(request_id, None)
-        if state is not None:
-            same = self.external_req_ids[state.external_req_id]
-            same.remove(request_id)
-            if not same: del self.external_req_ids[state.external_req_id]
-        return state
+        "Drop the state of an internal id from both tables. Its own entry goes last: Ctrl-C in the middle leaves something to repeat."
+        state = self.request_states.get(request_id)
+        if state is None: return None
+        same = [rid for rid in self.external_req_ids.get(state.external_req_id, ()) if rid != request_id]
+        if same: self.external_req_ids[state.external_req_id] = same
+        else: self.external_req_ids.pop(state.external_req_id, None)
+        return self.request_states.pop(request_id, None)
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool = False) -> list[str]:
         """Forget requests; the internal ids that the core must be told of. Unknown and finished ids are passed over.

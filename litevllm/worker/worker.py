@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..config import GiB, VllmConfig
-from ..core.output import DraftTokenIds, ModelRunnerOutput, NewRequestData, SchedulerOutput, CachedRequestData
+from ..core.output import CachedRequestData, DraftTokenIds, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from ..logger import init_logger
 from ..sampling_params import SamplingParams
 from .model_runner import ModelRunner
@@ -36,7 +36,7 @@ def get_num_blocks(vllm_config: VllmConfig, available_bytes: int, page_size_byte
             raise ValueError(f"{short}; lower max_model_len or give the pool more memory (kv_cache_memory_bytes, "
                              "gpu_memory_utilization, LITEVLLM_CPU_KVCACHE_SPACE)")
         logger.warning("%s; requests that don't fit will be refused", short)
-    logger.info("KV cache: %d blocks of %d tokens (%.2f GiB), %.1f full-length requests",
+    logger.info("KV cache: %d blocks of %d tokens (%.3g GiB), %.1f full-length requests",
                 num_blocks, cache.block_size, num_blocks * page_size_bytes / GiB, usable / needed)
     return num_blocks
 

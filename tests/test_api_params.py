@@ -1,0 +1,439 @@
+"""What the user may say, and what is refused: SamplingParams, EngineArgs, LLM (semantics.md 48-49; bug reports I2, I5, K4, L3, L4)."""
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from litevllm import LLM, CompletionOutput, EngineArgs, EngineDeadError, LLMEngine, RequestOutput, SamplingParams
+from litevllm.config import GiB, DeviceFacts, SchedulerConfig, VllmConfig
+from litevllm.sampling_params import RequestOutputKind, SamplingType
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+# ---- SamplingParams
+
+@pytest.mark.parametrize("kw, words", [
+    (dict(top_p=0.0), "top_p must be in (0, 1], got 0.0"), (dict(top_p=1.01), "1.01"), (dict(top_p=-0.1), "-0.1"),
+    (dict(top_k=-2), "got -2"), (dict(max_tokens=0), "max_tokens must be at least 1, got 0"), (dict(max_tokens=-1), "got -1"),
+    (dict(min_tokens=-1), "got -1"), (dict(min_tokens=17), "min_tokens=17 is more than max_tokens=16"),
+    (dict(presence_penalty=2.01), "2.01"), (dict(presence_penalty=-2.01), "-2.01"), (dict(frequency_penalty=2.01), "2.01"),
+    (dict(frequency_penalty=-2.01), "-2.01"), (dict(repetition_penalty=0.0), "repetition_penalty"), (dict(repetition_penalty=-1.0), "-1.0"),
+    (dict(temperature=-0.1), "-0.1"), (dict(min_p=-0.1), "-0.1"), (dict(min_p=1.1), "1.1"), (dict(n=0), "n must be at least 1, got 0"),
+    (dict(n=3, temperature=0), "n=3"), (dict(logprobs=-2), "got -2"), (dict(prompt_logprobs=-2), "got -2"),
+    (dict(stop=""), "stop"), (dict(stop=["a", ""]), "stop"), (dict(stop="a", detokenize=False), "detokenize"), (dict(stop=[1]), "stop"),
+    (dict(stop_token_ids=["2"]), "stop_token_ids"), (dict(bad_words=[""]), "bad_words"),
+])
+def test_out_of_range_is_a_value_error_with_the_number(kw, words):
+    with pytest.raises(ValueError) as e: SamplingParams(**kw)
+    assert words in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none(name, value):
+    with pytest.raises(ValueError, match=name): SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("kw", [dict(temprature=1.0), dict(max_new_tokens=3), dict(best_of=2), dict(top_k=1.0), dict(max_tokens="8"),
+                                dict(temperature="hot"), dict(seed=1.5), dict(min_tokens=None), dict(temperature=None)])
+def test_unknown_arguments_and_wrong_types_are_type_errors_with_the_name(kw):
+    with pytest.raises(TypeError, match=next(iter(kw))): SamplingParams(**kw)
+
+
+def test_edges_that_are_allowed():
+    SamplingParams(top_p=1.0), SamplingParams(top_p=1e-9), SamplingParams(top_k=-1), SamplingParams(top_k=0), SamplingParams(top_k=10**6)
+    SamplingParams(presence_penalty=2), SamplingParams(frequency_penalty=-2), SamplingParams(min_tokens=16), SamplingParams(max_tokens=None, min_tokens=99)
+    assert SamplingParams(seed=-1).seed is None and SamplingParams(seed=0).seed == 0
+    assert SamplingParams(logprobs=True).logprobs == 1 and SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+    assert SamplingParams().max_tokens == 16 and SamplingParams(stop="ab").stop == ["ab"]
+
+
+def test_temperature_classes():
+    g = SamplingParams(temperature=0, top_p=0.5, top_k=7, min_p=0.3)
+    assert (g.sampling_type, g.top_p, g.top_k, g.min_p) == (SamplingType.GREEDY, 1.0, 0, 0.0)
+    c = SamplingParams(temperature=0.001, top_k=7)
+    assert (c.sampling_type, c.temperature, c.top_k) == (SamplingType.RANDOM, 0.01, 7)
+    assert SamplingParams(temperature=0.01).temperature == 0.01
+    assert SamplingParams(seed=3).sampling_type is SamplingType.RANDOM_SEED
+
+
+def test_positional_order_is_vllms():
+    p = SamplingParams(1, 0.1, 0.2, 1.1, 0.7, 0.9, 40, 0.05, 5, ["x"], [3], True, 9, 2)
+    assert (p.n, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, p.temperature, p.top_p, p.top_k, p.min_p, p.seed, p.stop,
+            p.stop_token_ids, p.ignore_eos, p.max_tokens, p.min_tokens) == (1, 0.1, 0.2, 1.1, 0.7, 0.9, 40, 0.05, 5, ["x"], [3], True, 9, 2)
+
+
+@pytest.mark.parametrize("stop, include, held", [(None, False, 0), ("a", False, 0), (["abc", "de"], False, 2), ("abc", True, 0)])
+def test_text_held_back_for_stop_strings(stop, include, held):
+    assert SamplingParams(stop=stop, include_stop_str_in_output=include).output_text_buffer_length == held
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.fixed_dictionaries(dict(
+    temperature=st.sampled_from([0.0, 0.005, 0.5, 1.5]), top_p=st.floats(0.01, 1), top_k=st.integers(-1, 100), min_p=st.floats(0, 1),
+    seed=st.one_of(st.none(), st.integers(-1, 2**40)), stop=st.lists(st.text(min_size=1, max_size=4), max_size=3),
+    stop_token_ids=st.lists(st.integers(0, 99), max_size=3), ignore_eos=st.booleans(), max_tokens=st.integers(5, 50), min_tokens=st.integers(0, 5),
+    output_kind=st.sampled_from(list(RequestOutputKind)), include_stop_str_in_output=st.booleans())),
+    st.one_of(st.integers(0, 99), st.lists(st.integers(0, 99)), st.none()), st.one_of(st.none(), st.integers(0, 99)))
+def test_the_wire_and_a_clone_change_nothing(kw, listed, eos):
+    p = SamplingParams(**kw)
+    p.update_from_generation_config({"eos_token_id": listed}, eos)
+    back = msgspec.msgpack.decode(msgspec.msgpack.encode(p), type=SamplingParams)
+    clone = p.clone()
+    for q in (back, clone):
+        assert q == p and q.sampling_type is p.sampling_type and (q.eos_token_id, q.all_stop_token_ids) == (p.eos_token_id, p.all_stop_token_ids)
+    clone.stop_token_ids.append(1), clone.all_stop_token_ids.add(-1)
+    assert back == p and -1 not in p.all_stop_token_ids
+
+
+@pytest.mark.parametrize("listed, eos, kw, expected", [
+    (2, 2, {}, (2, [], {2})), ([2], 2, {}, (2, [], {2})), ([2, 7, 9], 2, {}, (2, [7, 9], {2, 7, 9})), (None, 2, {}, (2, [], {2})),
+    (7, 2, {}, (2, [7], {2, 7})), ([2, 7], None, {}, (None, [2, 7], {2, 7})), (None, None, dict(stop_token_ids=[5]), (None, [5], {5})),
+    ([2, 7], 2, dict(stop_token_ids=[5]), (2, [5, 7], {2, 5, 7})), ([2, 7], 2, dict(ignore_eos=True), (None, [], {2, 7})),
+    ([2, 7], 2, dict(ignore_eos=True, stop_token_ids=[5]), (None, [5], {2, 5, 7})),
+])
+def test_end_tokens(listed, eos, kw, expected):
+    p = SamplingParams(**kw)
+    p.update_from_generation_config({} if listed is None else {"eos_token_id": listed}, eos)
+    assert (p.eos_token_id, p.stop_token_ids, p.all_stop_token_ids) == expected
+
+
+INERT = dict(n=2, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=0, prompt_logprobs=0, logprob_token_ids=[1],
+             flat_logprobs=True, spaces_between_special_tokens=False, structured_outputs={"regex": "a"}, logit_bias={1: 1.0}, allowed_token_ids=[1],
+             extra_args={"a": 1}, routed_experts_prompt_start=1, bad_words=["x"], skip_reading_prefix_cache=True, thinking_token_budget=1,
+             repetition_detection={"min_count": 2})
+ACTING = dict(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=9, min_tokens=1, ignore_eos=True, stop=["a"], stop_token_ids=[1],
+              include_stop_str_in_output=True, skip_special_tokens=False, output_kind=RequestOutputKind.DELTA)
+INTERNAL = {"detokenize", "skip_clone", "output_text_buffer_length", "_eos_token_id", "_all_stop_token_ids", "_bad_words_token_ids"}
+
+
+@pytest.mark.parametrize("name", INERT)
+def test_what_does_not_act_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name}="): SamplingParams(**{name: INERT[name]}).refuse_unsupported()
+
+
+def test_every_field_acts_or_is_refused():
+    SamplingParams(**ACTING).refuse_unsupported()
+    assert set(SamplingParams.__struct_fields__) == set(INERT) | set(ACTING) | INTERNAL
+
+
+# ---- EngineArgs and VllmConfig
+
+H100, A100, H20, L4, CPU = (DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", 79*GiB), DeviceFacts("cuda", "NVIDIA A100-SXM4-80GB", 79*GiB),
+                            DeviceFacts("cuda", "NVIDIA H20", 70*GiB), DeviceFacts("cuda", "NVIDIA L4", 22*GiB), DeviceFacts("cpu"))
+
+
+@pytest.fixture(scope="module")
+def config_of(tiny_llama):
+    return lambda device=CPU, **kw: EngineArgs(tiny_llama, **kw).create_engine_config(device)
+
+
+@pytest.mark.parametrize("device, budget, seats", [(H100, 16384, 1024), (H20, 16384, 1024), (A100, 8192, 256), (L4, 8192, 256), (CPU, 4096, 256)])
+def test_defaults_by_device(config_of, device, budget, seats):
+    c = config_of(device)
+    s = c.scheduler_config
+    assert (s.max_num_batched_tokens, s.max_num_seqs, c.device_config.device) == (budget, seats, device.kind)
+    assert s.async_scheduling and s.enable_chunked_prefill and s.scheduler_reserve_full_isl and s.policy == "fcfs"
+    assert s.long_prefill_token_threshold == 0 and s.max_model_len == c.model_config.max_model_len == 256
+    assert (c.cache_config.block_size, c.cache_config.gpu_memory_utilization, c.cache_config.enable_prefix_caching) == (16, 0.92, True)
+    assert c.model_config.seed == 0 and c.attention_config.backend is None and c.model_config.vocab_size == 512
+
+
+def test_budget_and_seats_follow_each_other(config_of):
+    of = lambda **kw: (lambda s: (s.max_num_batched_tokens, s.max_num_seqs))(config_of(**kw).scheduler_config)
+    assert of(max_num_batched_tokens=8) == (8, 8)
+    assert of(max_num_seqs=2) == (512, 2)                                     # 2 requests of 256 tokens
+    assert of(max_num_seqs=2, enable_chunked_prefill=False) == (512, 2)
+    assert of(max_num_seqs=2, max_num_batched_tokens=9999) == (9999, 2)       # as asked
+    with pytest.raises(ValueError, match="max_num_batched_tokens=8 is less than max_num_seqs=9"): of(max_num_batched_tokens=8, max_num_seqs=9)
+
+
+def test_chunking_off_grows_the_default_budget_and_warns_of_a_small_one(config_of, tiny_llama, tmp_path, caplog):
+    for f in os.listdir(tiny_llama): (tmp_path/f).symlink_to(os.path.join(tiny_llama, f))
+    long = json.loads((tmp_path/"config.json").read_text()) | {"max_position_embeddings": 32768}
+    (tmp_path/"config.json").unlink(), (tmp_path/"config.json").write_text(json.dumps(long))
+    assert EngineArgs(str(tmp_path), enable_chunked_prefill=False).create_engine_config(H100).scheduler_config.max_num_batched_tokens == 32768
+    assert not caplog.records
+    assert config_of(enable_chunked_prefill=False, max_num_batched_tokens=64).scheduler_config.max_num_batched_tokens == 64
+    assert "max_num_batched_tokens=64 is less than max_model_len=256" in caplog.text
+
+
+def test_max_model_len(config_of):
+    assert config_of(max_model_len=100).scheduler_config.max_model_len == 100
+    for n, words in ((257, "max_model_len=257 is more than the 256"), (0, "got 0"), (-1, "got -1")):
+        with pytest.raises(ValueError, match=words): config_of(max_model_len=n)
+
+
+@pytest.mark.parametrize("asked, device, got", [("auto", CPU, "float32"), ("auto", L4, "bfloat16"), ("half", CPU, "float16"), ("bfloat16", CPU, "bfloat16"),
+                                                ("float", L4, "float32"), ("torch.float16", L4, "float16")])
+def test_dtype(tiny_llama, tmp_path, asked, device, got):
+    for f in os.listdir(tiny_llama): (tmp_path/f).symlink_to(os.path.join(tiny_llama, f))
+    c = json.loads((tmp_path/"config.json").read_text())
+    c.pop("torch_dtype", None)
+    (tmp_path/"config.json").unlink(), (tmp_path/"config.json").write_text(json.dumps(c | {"dtype": "bfloat16"}))
+    assert EngineArgs(str(tmp_path), dtype=asked).create_engine_config(device).model_config.dtype == got
+
+
+@pytest.mark.parametrize("kw, error, words", [
+    (dict(max_num_seq=1), TypeError, "max_num_seq"), (dict(tensor_parallel_size=2), TypeError, "tensor_parallel_size"),
+    (dict(speculative_config={"method": "ngram"}), ValueError, "speculative_config"), (dict(kv_cache_dtype="fp8"), ValueError, "kv_cache_dtype.*fp8"),
+    (dict(attention_backend="FLASHINFER"), ValueError, "attention_backend.*FLASHINFER"), (dict(scheduling_policy="sjf"), ValueError, "sjf"),
+    (dict(block_size=0), ValueError, "block_size.*0"), (dict(gpu_memory_utilization=0.0), ValueError, "gpu_memory_utilization"),
+    (dict(gpu_memory_utilization=1.01), ValueError, "1.01"), (dict(num_gpu_blocks_override=1), ValueError, "num_gpu_blocks_override.*1"),
+    (dict(kv_cache_memory_bytes=0), ValueError, "kv_cache_memory_bytes"), (dict(dtype="int4"), ValueError, "int4"),
+    (dict(max_num_seqs=0), ValueError, "max_num_seqs.*0"), (dict(max_num_batched_tokens=0), ValueError, "max_num_batched_tokens.*0"),
+    (dict(long_prefill_token_threshold=-1), ValueError, "long_prefill_token_threshold"), (dict(load_format="dummy"), ValueError, "dummy"),
+])
+def test_engine_arguments_refused_by_name(config_of, kw, error, words):
+    with pytest.raises(error, match=words): config_of(**kw)
+
+
+def test_models_that_are_none(tmp_path):
+    "A model of an architecture that litevllm can't read is refused by name, before a child is started."
+    for config, words in (({"model_type": "llama", "max_position_embeddings": 64}, "names no architecture"),
+                          ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*max_position_embeddings")):
+        (tmp_path/"config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=words): EngineArgs(str(tmp_path)).create_engine_config(CPU)
+
+
+def test_unknown_device(tiny_llama):
+    with pytest.raises(ValueError, match="device.*tpu"): EngineArgs(tiny_llama, device="tpu").create_engine_config()
+
+
+def test_drafts_with_async_scheduling_are_refused_by_name():
+    with pytest.raises(ValueError, match="num_speculative_tokens=2.*async_scheduling"): SchedulerConfig(8, 4, 64, num_speculative_tokens=2)
+    assert SchedulerConfig(8, 4, 64, num_speculative_tokens=2, async_scheduling=False).num_speculative_tokens == 2
+
+
+def test_the_config_on_the_wire(config_of):
+    c = config_of(max_num_seqs=3, block_size=4, num_gpu_blocks_override=9, attention_backend="TORCH_REF", scheduling_policy="priority", enforce_eager=False)
+    c.compilation_config.static_forward_context["layer"] = object()
+    back = VllmConfig.from_bytes(c.to_bytes())
+    assert back.compilation_config.static_forward_context == {} and back.compilation_config.mode == "compile"
+    assert replace(back, compilation_config=c.compilation_config) == c
+    with pytest.raises(msgspec.ValidationError): VllmConfig.from_bytes(msgspec.msgpack.encode({"model_config": {}}))
+    with pytest.raises(msgspec.ValidationError, match="max_num_seqs"):   # checked again on arrival
+        VllmConfig.from_bytes(c.to_bytes().replace(b"\xacmax_num_seqs\x03", b"\xacmax_num_seqs\x00"))
+
+
+# ---- LLM
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama):
+    "An engine in this process: what is tested here is the front."
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("LITEVLLM_ENABLE_MULTIPROCESSING", "0")
+        llm = LLM(tiny_llama, attention_backend="TORCH_REF", num_gpu_blocks_override=33)
+    with llm: yield llm
+
+
+def texts(outs): return [o.outputs[0].text for o in outs]
+
+
+def test_public_names(): assert {LLMEngine, EngineDeadError, RequestOutput, CompletionOutput} and issubclass(EngineDeadError, RuntimeError)
+
+
+def test_every_form_of_prompt(llm):
+    ids = llm.get_tokenizer().encode("Once upon a time")
+    forms = ["Once upon a time", ids, tuple(ids), {"prompt": "Once upon a time"}, {"prompt_token_ids": ids}]
+    expected = llm.generate(forms[0], GREEDY, use_tqdm=False)
+    assert len(expected) == 1 and len(expected[0].outputs[0].token_ids) == 6 and expected[0].outputs[0].finish_reason == "length"
+    for f in forms[1:]: assert texts(llm.generate(f, GREEDY, use_tqdm=False)) == texts(expected)
+    assert texts(llm.generate(forms, GREEDY, use_tqdm=False)) == texts(expected)*5
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("prompt, error", [("", ValueError), ([[]], ValueError), ([[1, 512]], ValueError), ([[-1]], ValueError), (7, TypeError),
+                                           (b"x", TypeError), ([3.5], TypeError), ({"text": "x"}, ValueError), (None, TypeError), ([None], TypeError)])
+def test_no_prompt(llm, prompt, error):
+    if prompt == "":   # this tokenizer adds nothing: an empty text has no tokens
+        assert llm.get_tokenizer().encode("") == []
+    with pytest.raises(error): llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_outputs_in_the_order_of_the_prompts_with_parameters_of_their_own(llm):
+    lengths = [9, 1, 5, 12, 3]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outs = llm.generate([[10 + i]*(i + 1) for i in range(5)], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outs] == lengths and [len(o.prompt_token_ids) for o in outs] == [1, 2, 3, 4, 5]
+    assert all(p.output_kind is RequestOutputKind.CUMULATIVE for p in params)   # the user's objects are theirs
+    with pytest.raises(ValueError, match="5 prompts, but 4 sampling parameters"): llm.generate([[1]]*5, params[:4])
+    with pytest.raises(TypeError, match="dict"): llm.generate([[1]], [{"temperature": 0}])
+
+
+def test_one_bad_prompt_and_nothing_runs(llm):
+    with pytest.raises(ValueError, match="prompt 2 of 4: .*300 tokens.*256"): llm.generate([[1], [2], [3]*300, [4]], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="prompt 1 of 2: .*logprobs=2"):
+        llm.generate([[1], [2]], [GREEDY, SamplingParams(logprobs=2)], use_tqdm=False)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0 and llm.llm_engine.engine_core.get_request_counts() == (0, 0)
+    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+
+
+def test_progress_bar(llm, capsys):
+    llm.generate([[5, 6, 7]]*3, GREEDY)
+    err = capsys.readouterr().err
+    assert "Processed prompts: 100%" in err and "3/3" in err and "est. speed input: " in err and " toks/s, output: " in err
+    llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    made = []
+    class Bar:
+        format_dict = {"elapsed": 2.0}
+        def __init__(self, **kw): self.n, self.kw, self.closed = 0, kw, False; made.append(self)
+        def update(self, n): self.n += n
+        def close(self): self.closed = True
+    llm.generate([[5, 6, 7]]*3, GREEDY, use_tqdm=Bar)
+    [bar] = made
+    assert bar.n == bar.kw["total"] == 3 and bar.closed and bar.postfix == "est. speed input: 4.50 toks/s, output: 9.00 toks/s"
+
+
+def test_an_interrupt_leaves_nothing(llm):
+    class Bar:
+        format_dict = {"elapsed": 1.0}
+        def __init__(self, **kw): pass
+        def update(self, n): raise KeyboardInterrupt
+        def close(self): pass
+    long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt): llm.generate([[5, 6, 7]]*3, [GREEDY, long, long], use_tqdm=Bar)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0 and llm.llm_engine.engine_core.get_request_counts() == (0, 0)
+    outs = llm.generate([[9, 8]], GREEDY, use_tqdm=False)
+    assert len(outs) == 1 and outs[0].prompt_token_ids == [9, 8]
+
+
+def test_defaults_from_generation_config(tiny_llama, llm):
+    config = llm.llm_engine.model_config
+    assert llm.get_default_sampling_params() == SamplingParams(**config.get_diff_sampling_param())
+    outs = llm.generate([[5, 6, 7]], use_tqdm=False)
+    assert len(outs[0].outputs[0].token_ids) <= 16
+
+
+def test_generation_config_file(tiny_llama, tmp_path):
+    for f in os.listdir(tiny_llama): (tmp_path/f).symlink_to(os.path.join(tiny_llama, f))
+    (tmp_path/"generation_config.json").unlink(missing_ok=True)
+    (tmp_path/"generation_config.json").write_text(json.dumps(dict(eos_token_id=[2, 9], temperature=0.3, top_k=None, max_new_tokens=5, do_sample=True)))
+    model = EngineArgs(str(tmp_path)).create_engine_config(CPU).model_config
+    assert model.get_diff_sampling_param() == dict(temperature=0.3, max_tokens=5)
+    assert model.try_get_generation_config()["eos_token_id"] == [2, 9]
+    assert replace(model, generation_config="vllm").get_diff_sampling_param() == {}
+    (tmp_path/"generation_config.json").unlink()
+    assert model.try_get_generation_config() == {"eos_token_id": json.loads((tmp_path/"config.json").read_text())["eos_token_id"]}
+
+
+def test_chat(llm):
+    tokenizer = llm.get_tokenizer()
+    talk = [{"role": "user", "content": "Hello"}]
+    [one] = llm.chat(talk, GREEDY, use_tqdm=False)
+    assert one.prompt == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert one.prompt_token_ids == tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    two = llm.chat([talk, talk + [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Bye"}]], GREEDY, use_tqdm=False)
+    assert texts(two)[0] == texts([one])[0] and len(two) == 2
+    [go_on] = llm.chat([*talk, {"role": "assistant", "content": "I am"}], GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert go_on.prompt.endswith("I am")
+    [own] = llm.chat(talk, GREEDY, use_tqdm=False, chat_template="{{ bos_token }}{% for m in messages %}{{ m['content'] }}!{% endfor %}")
+    assert own.prompt_token_ids == [tokenizer.bos_token_id, *tokenizer.encode("Hello!", add_special_tokens=False)]   # one BOS
+
+
+def test_chat_refusals(llm, monkeypatch):
+    talk = [{"role": "user", "content": "Hello"}]
+    for messages in ([[]], [{"content": "x"}], [{"role": "user", "content": [{"type": "text"}]}], [talk, ["x"]]):
+        with pytest.raises(ValueError): llm.chat(messages, GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="contradict"): llm.chat(talk, GREEDY, continue_final_message=True)
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", None)
+    with pytest.raises(ValueError, match="chat_template"): llm.chat(talk, GREEDY)
+
+
+def test_priority_needs_its_policy(llm):
+    with pytest.raises(ValueError, match="scheduling_policy='priority'"): llm.generate([[1], [2]], GREEDY, priority=[1, 0])
+    with pytest.raises(ValueError, match="2 prompts, but 1 priorities"): llm.generate([[1], [2]], GREEDY, priority=[1])
+
+
+def test_unknown_engine_arguments_before_anything_starts(tiny_llama):
+    with pytest.raises(TypeError, match="max_sequences"): LLM(tiny_llama, max_sequences=4)
+
+
+# ---- in a process of its own
+
+def run(code: str, *args: str, timeout: float = 150) -> str:
+    "stdout of a script, which is no module and has no main guard"
+    env = os.environ | {"LITEVLLM_LOGGING_LEVEL": "WARNING", "LITEVLLM_ENABLE_MULTIPROCESSING": "1"}
+    r = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *args], capture_output=True, text=True, timeout=timeout, env=env)
+    assert r.returncode == 0, f"exit {r.returncode}\n{r.stdout}\n{r.stderr}"
+    return r.stdout
+
+
+@pytest.mark.parametrize("statement", ["import litevllm", "from litevllm import LLM, SamplingParams"])
+def test_import_is_light(statement):
+    out = run(f"""
+        import sys, time
+        t = time.process_time()
+        {statement}
+        print(time.process_time() - t, *(m for m in ("torch", "transformers", "triton", "numba", "numpy") if m in sys.modules))""")
+    seconds, *heavy = out.split()
+    assert not heavy and float(seconds) < 0.5
+
+
+def test_ctrl_c_then_del_with_a_child(tiny_llama):
+    "Interrupts at several moments of generate(); after each the engine answers a new prompt with its own output; at the end the child goes with its owner."
+    out = run("""
+        import os, signal, sys, threading, time, psutil
+        from litevllm import LLM, SamplingParams
+        llm = LLM(sys.argv[1], attention_backend="TORCH_REF", num_gpu_blocks_override=65)
+        engine, greedy = llm.llm_engine, SamplingParams(temperature=0, max_tokens=4)
+        long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        expected = llm.generate([[9, 8]], greedy, use_tqdm=False)[0].outputs[0].token_ids
+        interrupted = 0
+        for delay in (0.0, 0.002, 0.01, 0.05, 0.2):
+            t = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                t.start()
+                while True: llm.generate([[5, 6, 7]]*30, long, use_tqdm=False)
+            except KeyboardInterrupt: interrupted += 1
+            t.join()
+            assert engine.get_num_unfinished_requests() == 0 and not engine.output_processor.external_req_ids
+            [out] = llm.generate([[9, 8]], greedy, use_tqdm=False)
+            assert out.prompt_token_ids == [9, 8] and out.outputs[0].token_ids == expected
+            assert engine.engine_core.get_request_counts() == (0, 0)
+        child = psutil.Process(engine.engine_core.resources.child.process.pid)
+        del llm, engine
+        child.wait(20)
+        print("interrupted", interrupted)""", tiny_llama)
+    assert out.split() == ["interrupted", "5"]
+
+
+def test_two_engines_of_which_one_is_killed_and_none_is_closed(tiny_llama):
+    "generate() raises EngineDeadError soon, and again at once; the other engine is untouched; the program ends by itself, and its child with it."
+    out = run("""
+        import os, signal, sys, threading, time
+        from litevllm import LLM, EngineDeadError, SamplingParams
+        a, b = (LLM(sys.argv[1], attention_backend="TORCH_REF", num_gpu_blocks_override=65) for _ in range(2))
+        pid_a, pid_b = (x.llm_engine.engine_core.resources.child.process.pid for x in (a, b))
+        long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        threading.Timer(0.3, os.kill, (pid_a, signal.SIGKILL)).start()
+        try:
+            while True: a.generate([[5, 6, 7]]*8, long, use_tqdm=False)
+        except EngineDeadError as e: assert "SIGKILL" in str(e), e
+        t = time.monotonic()
+        for _ in range(3):
+            try: a.generate("Hello", use_tqdm=False)
+            except EngineDeadError as e: assert "SIGKILL" in str(e), e
+            else: raise AssertionError("a dead engine answered")
+        assert time.monotonic() - t < 1
+        print(len(b.generate("Hello", SamplingParams(max_tokens=3), use_tqdm=False)), pid_b)""", tiny_llama)
+    n, pid = map(int, out.split())
+    assert n == 1
+    with pytest.raises(ProcessLookupError): os.kill(pid, 0)
+
+
+def test_the_signal_handler_is_given_back(llm):
+    before = signal.getsignal(signal.SIGINT)
+    llm.generate([[1]], GREEDY, use_tqdm=False)
+    assert signal.getsignal(signal.SIGINT) is before
