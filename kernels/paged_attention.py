@@ -145,11 +145,11 @@ def find_request(start_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
 
 # %% ../nbs/05_paged_kv_kernels.ipynb #506df783
 @triton.jit
-def key_range(first_pos, last_pos, seq_len, split, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """Positions that queries at first_pos..last_pos may see: (oldest, start, end) of this split.
+def key_range(first_pos, seq_len, split, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """Positions that the BLOCK_Q queries from `first_pos` on may see: (oldest, start, end) of this split.
 
     The tiles begin at `start`, a multiple of BLOCK_N; keys in front of `oldest` lie outside every window and must not be read."""
-    end = tl.minimum(last_pos + 1, seq_len)
+    end = tl.minimum(first_pos + BLOCK_Q, seq_len)
     oldest = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
     start = oldest // BLOCK_N * BLOCK_N
     if NUM_SPLITS > 1:
@@ -236,8 +236,7 @@ def attention_kernel(
     mask = row_mask[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :], mask=mask, other=0.0)
 
-    last = context + tl.minimum(t0 + BLOCK_Q, query_len) - 1
-    oldest, start, end = key_range(context + t0, last, seq_len, split, BLOCK_N, WINDOW, NUM_SPLITS)
+    oldest, start, end = key_range(context + t0, seq_len, split, BLOCK_Q, BLOCK_N, WINDOW, NUM_SPLITS)
     m, l = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc, m, l = attend(
         q, tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), m, l, context + t, k_cache_ptr + kv_head * k_stride_h, v_cache_ptr + kv_head * v_stride_h,
@@ -290,22 +289,22 @@ def choose_tiles(arch: int | str, num_cores: int, itemsize: int, head_dim: int, 
 
     No clock is involved, so the choice is the same on every run. The numbers come from the compiler's reports (tests/test_kernels_aot.py)."""
     pad, amd = padded_head_dim(head_dim), isinstance(arch, str)
-    if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles, or registers spill
-        block_m, block_n, warps, stages = 16, 64 if pad <= 64 else 16, 4, 2
-    elif max_query_len == 1 or max_query_len * group <= 16:
-        block_m, block_n, warps, stages = (16, 64, 4, 3) if pad <= 128 else (16, 32, 4, 2)
+    if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles and many threads, or registers spill
+        block_m, block_n, warps = 16, 16, 4 if amd else 8
+    elif max_query_len == 1 or max_query_len * group <= 16:  # decode: few rows, the keys are what costs
+        block_m, block_n, warps = 16, 64 if pad <= 128 else 32, 4
     elif pad > 128:
-        block_m, block_n, warps, stages = 64, 32, 4 if amd else 8, 2
+        block_m, block_n, warps = 64, 32, 4 if amd else 8
     elif pad > 64 and not amd:
-        block_m, block_n, warps, stages = 128, 64, 8, 2
+        block_m, block_n, warps = 128, 64, 8
     else:
-        block_m, block_n, warps, stages = 64, 64, 4, 2 if amd else 3
+        block_m, block_n, warps = 64, 64, 4
     block_m = max(block_m, triton.next_power_of_2(group))
     splits = 1
     if max_query_len == 1:
         splits = triton.next_power_of_2(max(1, 2 * num_cores // (num_seqs * num_kv_heads) + 1)) // 2
         splits = max(1, min(splits, 16, triton.next_power_of_2(triton.cdiv(max_seq_len, 4 * block_n))))
-    return Tiles(block_m, block_n, warps, stages, splits)
+    return Tiles(block_m, block_n, warps, 2, splits)
 
 # %% ../nbs/05_paged_kv_kernels.ipynb #2dc875c1
 def launch_constants(tiles: Tiles, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window_size: int, softcap: float) -> dict:

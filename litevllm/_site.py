@@ -35,6 +35,7 @@ def quarto_filter(text: str, folder: Path) -> str:
     from nbdev.processors import FilterDefaults
     os.environ["IN_TEST"] = "1"   # nbdev sets it for its own docs build: exported cells can tell that they are not in a session
     nb = dict2nb(loads(text))
+    if nb.cells[0].cell_type == "raw" and "output-file" in nb.cells[0].source: return text   # nbdev_preview has been here before
     nb.path_ = next((p for p in sorted(folder.glob("*.ipynb")) if f'"id": "{nb.cells[0].id}"' in p.read_text(encoding="utf-8")), None)
     if nb.path_ is None: raise ValueError(f"no notebook in {folder} starts with cell {nb.cells[0].id}")
     with redirect_stdout(sys.stderr): FilterDefaults()(nb)

@@ -90,8 +90,9 @@ def _as_conversations(messages: Sequence) -> list[list[dict]]:
 
 # %% ../nbs/00_api.ipynb #206008a0
 def _chat_prompt(tokenizer, conversation: list[dict], **kw) -> dict[str, Any]:
-    "The conversation in the template's form: text and ids."
-    text = tokenizer.apply_chat_template(conversation, tokenize=False, **kw)
+    "The conversation in the template's form: text and ids. ValueError where the template refuses it."
+    try: text = tokenizer.apply_chat_template(conversation, tokenize=False, **kw)
+    except Exception as e: raise ValueError(f"the chat template refuses the conversation: {e}") from e   # Jinja's own errors, mostly
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 # %% ../nbs/00_api.ipynb #43187da7

@@ -12,11 +12,13 @@ from litevllm.sampling_params import SamplingParams
 EOS = 2
 
 
-def make_scheduler(blocks=100, bs=4, budget=64, seqs=16, mml=256, chunked=True, caching=True, policy="fcfs", threshold=0, is_async=False,
-                   reserve=True, log_stats=False):
-    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget), max_model_len=mml, enable_chunked_prefill=chunked,
-                             long_prefill_token_threshold=threshold, policy=policy, async_scheduling=is_async, scheduler_reserve_full_isl=reserve)
-    return (AsyncScheduler if is_async else Scheduler)(config, CacheConfig(block_size=bs, num_gpu_blocks=blocks, enable_prefix_caching=caching), log_stats)
+def make_scheduler(blocks=100, bs=4, budget=64, seqs=16, mml=256, chunked=True, caching=True, policy="fcfs", threshold=0,
+                   is_async=False, reserve=True, log_stats=False):
+    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget), max_model_len=mml,
+                             enable_chunked_prefill=chunked, long_prefill_token_threshold=threshold, policy=policy,
+                             async_scheduling=is_async, scheduler_reserve_full_isl=reserve)
+    cache_config = CacheConfig(block_size=bs, num_gpu_blocks=blocks, enable_prefix_caching=caching)
+    return (AsyncScheduler if is_async else Scheduler)(config, cache_config, log_stats)
 
 
 def make_request(scheduler, req_id, prompt, max_tokens=16, priority=0, arrival=None, salt=None, eos=EOS, **params):
@@ -24,8 +26,9 @@ def make_request(scheduler, req_id, prompt, max_tokens=16, priority=0, arrival=N
     if isinstance(prompt, int): prompt = [1000 + hash_int(req_id) % 10**6 * 1000 + i for i in range(prompt)]
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
     params.update_from_generation_config({}, eos)
-    return Request(req_id, prompt, params, priority=priority, arrival_time=float(len(scheduler.requests)) if arrival is None else arrival,
-                   cache_salt=salt, block_hasher=scheduler.block_hasher)
+    if arrival is None: arrival = float(len(scheduler.requests))
+    return Request(req_id, prompt, params, priority=priority, arrival_time=arrival, cache_salt=salt,
+                   block_hasher=scheduler.block_hasher)
 
 
 def add(scheduler, req_id, prompt, max_tokens=16, **options):
@@ -79,7 +82,8 @@ def solo(request, max_model_len):
 
 
 class FakeRunner:
-    """A worker without tensors: rows, a slot-addressed cache of (position, token), and `next_token` over what it READS BACK from the cache.
+    """A worker without tensors: rows, a slot-addressed cache of (position, token), and `next_token` over what it READS BACK from
+    the cache.
 
     A hit on a block whose content was replaced or never computed, a lost token or a stale table changes the output."""
     def __init__(self, block_size, max_drafts=0, rng=None):
@@ -92,7 +96,8 @@ class FakeRunner:
 
     def apply_plan(self, plan):
         for req_id in plan.finished_req_ids: self.tokens.pop(req_id, None), self.tables.pop(req_id, None)
-        for new in plan.scheduled_new_reqs: self.tokens[new.req_id], self.tables[new.req_id] = list(new.prompt_token_ids), list(new.block_ids)
+        for new in plan.scheduled_new_reqs:
+            self.tokens[new.req_id], self.tables[new.req_id] = list(new.prompt_token_ids), list(new.block_ids)
         cached = plan.scheduled_cached_reqs
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if req_id in cached.all_token_ids: self.tokens[req_id] = list(cached.all_token_ids[req_id])

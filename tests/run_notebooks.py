@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -20,7 +21,7 @@ MARK = "LITEVLLM_NOTEBOOK_RUN"
 COMMAND = "from nbdev.test import nbdev_test; nbdev_test({path!r}, n_workers={workers}, timing=True, do_print=True)"
 
 
-def left_behind(mark: str, patience: float = 8.0) -> list[int]:
+def left_behind(mark: str, patience: float) -> list[int]:
     "Processes that carry `mark` in their environment and are still there after `patience` seconds, sessions of their own included."
     import psutil
     deadline = time.monotonic() + patience
@@ -39,26 +40,29 @@ def kill(pids: list[int]):
         with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
 
 
-def run(path: str | None, limit: float, workers: int, root: Path = ROOT) -> int:
+def run(path: str | None, limit: float, workers: int, root: Path = ROOT, patience: float = 8.0) -> int:
     "0 if all notebooks passed within `limit` seconds and left no process; else says why and returns 1."
     expected = sorted((root/"nbs").glob(Path(path).name if path else "*.ipynb"))
     if not expected: return print(f"no notebook matches {path or 'nbs/*.ipynb'}") or 1
     env = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "agg", **os.environ,
            MARK: uuid.uuid4().hex}
     started = time.monotonic()
-    child = subprocess.Popen([sys.executable, "-c", COMMAND.format(path=path, workers=workers)], cwd=root, env=env, text=True,
-                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try: text = child.communicate(timeout=limit)[0]
-    except subprocess.TimeoutExpired:
-        kill(left_behind(env[MARK], patience=0))
-        text = child.communicate()[0]
+    output = tempfile.TemporaryFile("w+")     # no pipe: a process left behind would hold it open
+    child = subprocess.Popen([sys.executable, "-c", COMMAND.format(path=path, workers=workers)], cwd=root, env=env,
+                             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    with contextlib.suppress(subprocess.TimeoutExpired): child.wait(limit)
+    late = child.poll() is None
+    left = left_behind(env[MARK], 0 if late else patience)
+    kill(left)
+    child.wait()
+    output.seek(0)
+    text = output.read()
+    if late:
         running = sorted(set(re.findall(r"^Starting (.*)$", text, re.M)) - set(re.findall(r"^- Completed (.*)$", text, re.M)))
         print(text[-8000:])
         return print(f"notebooks: not done after {limit:.0f} s; still running: {', '.join(map(os.path.basename, running)) or 'nothing'}") or 1
     completed = {Path(p).name for p in re.findall(r"^- Completed (.*)$", text, re.M)}
     missed = [p.name for p in expected if p.name not in completed]
-    left = left_behind(env[MARK])
-    kill(left)
     if child.returncode or missed or left:
         print(text[-8000:])
         print(f"notebooks: exit code {child.returncode}, never completed: {missed or 'none'}, processes left behind: {left or 'none'}")

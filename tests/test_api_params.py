@@ -346,6 +346,8 @@ def test_chat_refusals(llm, monkeypatch):
     talk = [{"role": "user", "content": "Hello"}]
     for messages in ([[]], [{"content": "x"}], [{"role": "user", "content": [{"type": "text"}]}], [talk, ["x"]]):
         with pytest.raises(ValueError): llm.chat(messages, GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="refuses the conversation.*alternate"):
+        llm.chat(talk, GREEDY, use_tqdm=False, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="contradict"): llm.chat(talk, GREEDY, continue_final_message=True)
     monkeypatch.setattr(llm.get_tokenizer(), "chat_template", None)
     with pytest.raises(ValueError, match="chat_template"): llm.chat(talk, GREEDY)

@@ -18,26 +18,35 @@ NBS = ROOT/"nbs"
 SITE = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
 PROCESS = "from nbdev.serve import proc_nbs; proc_nbs(n_workers=0, force=True)"   # 0: in this process, where an exception is an exit code
 FILTER = """
-import multiprocessing, sys
+import json, multiprocessing, sys, traceback
 from pathlib import Path
 from litevllm._site import quarto_filter
 
-def make(name): (Path(sys.argv[1])/name).write_text(quarto_filter(Path(name).read_text(encoding="utf-8"), Path()), encoding="utf-8")
+def make(name):
+    "The page of one notebook, or what went wrong with it."
+    try: return name, quarto_filter(Path(name).read_text(encoding="utf-8"), Path()), None
+    except Exception: return name, None, traceback.format_exc()[-1500:]
 
 if __name__ == "__main__":
     ctx = multiprocessing.get_context("forkserver")     # a process for each page, as on the site, without the price of importing torch each time
     ctx.set_forkserver_preload(["torch", "transformers", "matplotlib.pyplot", "nbdev.processors"])
-    with ctx.Pool(2, maxtasksperchild=1) as pool: pool.map(make, sorted(p.name for p in Path().glob("*.ipynb")), chunksize=1)
+    with ctx.Pool(2, maxtasksperchild=1) as pool: made = pool.map(make, sorted(p.name for p in Path().glob("*.ipynb")), chunksize=1)
+    Path(sys.argv[1]).write_text(json.dumps(made), encoding="utf-8")
 """
 
 
 @pytest.fixture(scope="module")
-def pages(working_copy, run_python, tmp_path_factory) -> dict[str, dict]:
-    "Notebook name -> the notebook as Quarto gets it, through the very filter that _quarto.yml names."
-    out = tmp_path_factory.mktemp("pages")
+def site(working_copy, run_python, tmp_path_factory) -> tuple[dict[str, dict], dict[str, str]]:
+    "Notebook name -> the notebook as Quarto gets it, through the very filter that _quarto.yml names; and name -> error."
+    out = tmp_path_factory.mktemp("site")
     (out/"make_pages.py").write_text(FILTER, encoding="utf-8")
-    run_python([out/"make_pages.py", out], cwd=working_copy/"nbs", timeout=170, PYTHONPATH=str(working_copy))
-    return {p.name: json.loads(p.read_text(encoding="utf-8")) for p in sorted(out.glob("*.ipynb"))}
+    run_python([out/"make_pages.py", out/"made.json"], cwd=working_copy/"nbs", timeout=170, PYTHONPATH=str(working_copy))
+    made = json.loads((out/"made.json").read_text(encoding="utf-8"))
+    return {n: json.loads(page) for n, page, error in made if page}, {n: error for n, page, error in made if error}
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[str, dict]: return site[0]
 
 
 def texts(page: dict) -> list[str]:
@@ -59,7 +68,9 @@ def sidebar(contents) -> list[str]:
     return found
 
 
-def test_every_notebook_becomes_a_page(pages):
+def test_every_notebook_becomes_a_page(site):
+    pages, errors = site
+    assert not errors, "\n\n".join(errors.values())
     assert set(pages) == {p.name for p in NBS.glob("*.ipynb")} and len(pages) >= 30
     for name, page in pages.items():
         front = page["cells"][0]
@@ -168,6 +179,14 @@ def test_an_error_in_a_page_is_an_error_of_the_build(working_copy, run_python, t
     assert done.returncode and "on purpose" in done.stderr and not done.stdout
 
 
+def test_a_page_is_not_processed_twice(pages, run_python, tmp_path):
+    "nbdev_preview hands Quarto pages that nbdev processed before."
+    (tmp_path/"page.ipynb").write_text(json.dumps(pages["00i_site.ipynb"]), encoding="utf-8")
+    with (tmp_path/"page.ipynb").open() as text:
+        done = subprocess.run([sys.executable, "-m", "litevllm._site", "filter"], cwd=NBS, stdin=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and json.loads(done.stdout) == pages["00i_site.ipynb"]
+
+
 def test_a_broken_link_is_found(tmp_path):
     (tmp_path/"a.html").write_text('<h2 id="here">A</h2><a href="b.html#there">x</a><a href="https://elsewhere.org/">y</a>', encoding="utf-8")
     (tmp_path/"b.html").write_text('<p id="there"></p><a href="a.html#here">x</a>', encoding="utf-8")
@@ -175,26 +194,3 @@ def test_a_broken_link_is_found(tmp_path):
     (tmp_path/"b.html").write_text('<a href="a.html#gone">x</a><img src="no.png">', encoding="utf-8")
     looked, bad = broken_links(tmp_path)
     assert looked == 3 and len(bad) == 3, bad
-
-
-def test_the_notebook_runner_has_a_limit_and_counts(working_copy, tmp_path):
-    "A notebook that hangs is killed with all it started; one that fails, or none at all, is a failure; a process left behind, too."
-    from run_notebooks import left_behind, run
-    copy = tmp_path/"repo"
-    (copy/"nbs").mkdir(parents=True)
-    shutil.copy(working_copy/"settings.ini", copy/"settings.ini")
-    (copy/"litevllm").mkdir()
-    def write(name, *cells):
-        cells = [{"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": s} for i, s in enumerate(cells)]
-        (copy/"nbs"/f"{name}.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
-    start = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
-    assert run(None, 60, 0, copy) == 1                       # no notebook at all
-    write("fine", "1 + 1")
-    assert run(None, 60, 0, copy) == 0
-    write("fails", "1/0")
-    assert run(None, 60, 0, copy) == 1
-    write("fails", "import time", start, "time.sleep(60)")
-    assert run(None, 5, 2, copy) == 1
-    write("fails", "import sys", start)
-    assert run("nbs/fails.ipynb", 60, 0, copy) == 1
-    assert left_behind("no such mark", 0) == []

@@ -3,6 +3,7 @@ import ast
 import configparser
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -245,14 +246,15 @@ def test_readme_is_made_from_the_index():
     assert (ROOT/"README.md").read_text(encoding="utf-8") == readme(ROOT/"nbs"/"index.ipynb"), "run: python -m litevllm._site readme"
 
 
-def test_export_is_in_sync(working_copy, run_python):
+def test_export_is_in_sync(working_copy, run_python, tmp_path):
     "nbdev_export and nbdev_clean change no byte of a copy of the tree and add no file to it; that holds for files git has not seen, too."
+    copy = shutil.copytree(working_copy, tmp_path/"copy", symlinks=True)
     def tree():
-        return {p.relative_to(working_copy).as_posix(): p.read_bytes() for folder in ("nbs", "litevllm", "kernels")
-                for p in sorted((working_copy/folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts}
+        return {p.relative_to(copy).as_posix(): p.read_bytes() for folder in ("nbs", "litevllm", "kernels")
+                for p in sorted((copy/folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts}
     before = tree()
     run_python("from nbdev.doclinks import nbdev_export; from nbdev.clean import nbdev_clean; nbdev_export(); nbdev_clean()",
-               cwd=working_copy, timeout=170, IN_TEST="")
+               cwd=copy, timeout=170, IN_TEST="")
     after = tree()
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
     assert not changed, f"run `make export`; these differ: {changed}"

@@ -224,8 +224,9 @@ def test_an_id_can_be_used_again_after_its_abort(make):
 # ---- the engine dies ----------------------------------------------------------------------------------------------------------------
 
 def test_sigkill_while_generating_wakes_every_waiter(make):
-    client = make(fakes.Deaf)   # a step that never ends: all callers are waiting
+    client = make(fakes.Deaf, async_scheduling=False)   # a step that never ends: all callers are waiting
     client.add_request(make_request("a", [1]))
+    time.sleep(0.3)
     boxes = [in_thread(client.get_output), in_thread(client.get_output), in_thread(client.call_utility, "make_stats")]
     time.sleep(0.3)
     assert not any(boxes)

@@ -1,4 +1,5 @@
-"""Block pool, block tables and prefix cache: statements 25-38 of the design's semantics page, cases P1 and P2, and a dictionary model."""
+"""Block pool, block tables and prefix cache: statements 25-38 of the design's semantics page, cases P1 and P2, and a dictionary
+model."""
 import os, random, subprocess, sys
 
 import pytest
@@ -15,7 +16,8 @@ PROMPT = list(range(100, 160))
 def hit(s, req_id): return next(n.num_computed_tokens for n in s.scheduled_new_reqs if n.req_id == req_id)
 
 
-def request_of(tokens, hasher=None, salt=None, **params): return Request("R", tokens, SamplingParams(**params), cache_salt=salt, block_hasher=hasher)
+def request_of(tokens, hasher=None, salt=None, **params): return Request("R", tokens, SamplingParams(**params), cache_salt=salt,
+                                                                         block_hasher=hasher)
 
 
 @pytest.mark.parametrize("n,cached,scheduled", [(8, 4, 4), (9, 8, 1)])
@@ -31,12 +33,14 @@ def test_s25_p1_a_hit_never_covers_the_last_token(n, cached, scheduled):
 
 @pytest.mark.parametrize("bs", [1, 4, 16])
 def test_p1_every_length_around_a_block(bs):
-    "P1: n*b-1, n*b, n*b+1, cold, warm, warm beside a cold one, and a third longer prompt: same output, hit = whole blocks before the last token."
+    """P1: n*b-1, n*b, n*b+1, cold, warm, warm beside a cold one, and a third longer prompt: same output, hit = whole blocks
+    before the last token."""
     for n in sorted({max(1, k * bs + d) for k in (1, 2, 3) for d in (-1, 0, 1)}):
         s = make_scheduler(blocks=200, bs=bs)
         engine = Engine(s)
         want = None
-        for name, prompt, beside in [("cold", PROMPT[:n], 0), ("warm", PROMPT[:n], 0), ("beside", PROMPT[:n], 1), ("longer", PROMPT[:n] + [7], 0)]:
+        for name, prompt, beside in [("cold", PROMPT[:n], 0), ("warm", PROMPT[:n], 0), ("beside", PROMPT[:n], 1),
+                                     ("longer", PROMPT[:n] + [7], 0)]:
             r = add(s, name, prompt, max_tokens=5)
             if beside: add(s, "other", [9] * 6, max_tokens=5)
             engine.drain()
@@ -65,7 +69,8 @@ def test_s27_blocks_are_noted_when_allocated():
     s = make_scheduler()
     add(s, "A", PROMPT[:10]), add(s, "B", PROMPT[:10])
     plan = step(s)
-    assert plan.num_scheduled_tokens == {"A": 10, "B": 2} and [n.block_ids for n in plan.scheduled_new_reqs] == [[1, 2, 3], [1, 2, 4]]
+    assert plan.num_scheduled_tokens == {"A": 10, "B": 2} and [n.block_ids for n in plan.scheduled_new_reqs] == [[1, 2, 3],
+                                                                                                                 [1, 2, 4]]
 
 
 def test_s28_a_hit_counts_an_owner():
@@ -76,7 +81,8 @@ def test_s28_a_hit_counts_an_owner():
     add(s, "B", PROMPT[:9]), step(s)
     add(s, "C", PROMPT[:9]), step(s)
     blocks = s.kv_cache_manager.req_to_blocks["B"]
-    assert [b.block_id for b in blocks[:2]] == [1, 2] and [b.ref_cnt for b in blocks] == [2, 2, 1] and not {1, 2} & set(free_ids(s))
+    assert [b.block_id for b in blocks[:2]] == [1, 2] and [b.ref_cnt for b in blocks] == [2, 2, 1] and not {1,
+                                                                                                            2} & set(free_ids(s))
     abort(s, "B")
     assert [b.ref_cnt for b in blocks] == [1, 1, 0]
     check_books(s)
@@ -145,8 +151,8 @@ def test_s34_prompt_logprobs_skip_cache_reads():
 def test_s35_hash_chain():
     "35: parent, tokens and extra keys all count; [a,b] after [x] differs from [a,b] after [y]."
     hasher = BlockHasher(2)
-    chains = {name: request_of(tokens, hasher, salt).block_hashes
-              for name, tokens, salt in [("x", [1, 1, 5, 6], None), ("y", [2, 2, 5, 6], None), ("s", [1, 1, 5, 6], "s"), ("x2", [1, 1, 5, 6, 7], None)]}
+    prompts = dict(x=([1, 1, 5, 6], None), y=([2, 2, 5, 6], None), s=([1, 1, 5, 6], "s"), x2=([1, 1, 5, 6, 7], None))
+    chains = {name: request_of(tokens, hasher, salt).block_hashes for name, (tokens, salt) in prompts.items()}
     assert chains["x"] == chains["x2"] and len({c[1] for c in chains.values()}) == 3 and len(chains["x"][0]) == 32
     assert request_of([1, 1, 5, 6], BlockHasher(2)).block_hashes != chains["x"], "another engine, another root"
 
@@ -154,7 +160,8 @@ def test_s35_hash_chain():
 def test_s35_the_serialisation_has_no_collisions():
     "35: lists cut at other places, salts that look like tokens, and long ids stay apart."
     root = bytes(32)
-    inputs = [([1, 2], ()), ([1], ()), ([258], ()), ([2, 1], ()), ([1, 2], ("a",)), ([1, 2], ("a", "")), ([1, 2], ("", "a")), ([1, 2], ("ab",)),
+    inputs = [([1, 2], ()), ([1], ()), ([258], ()), ([2, 1], ()), ([1, 2], ("a",)), ([1, 2], ("a", "")), ([1, 2], ("", "a")),
+              ([1, 2], ("ab",)),
               ([1, 2], ("a", "b")), ([1 << 40, 2], ()), ([0, 0], ()), ([0], ()), ([], ()), ([1], ("\x02\0\0\0\0\0\0\0",))]
     assert len({hash_block_tokens(root, t, e) for t, e in inputs}) == len(inputs)
 
@@ -164,7 +171,8 @@ def test_s35_root_is_random_unless_pythonhashseed_is_set():
     def name(seed):
         env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"} | ({} if seed is None else {"PYTHONHASHSEED": seed})
         code = "from litevllm.core.block_pool import BlockHasher; print(BlockHasher(4).root.hex())"
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=env).stdout.strip()
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+                              env=env).stdout.strip()
     assert name("0") == name("0") != name("1")
     assert len({name(None), name(None), name("0")}) == 3
 
@@ -179,7 +187,8 @@ def test_s36_allocate_slots_errors_and_none_without_side_effect():
     kv.free(a)
     big = Request("big", PROMPT[:8] + [1] * 12, SamplingParams(), block_hasher=hasher)
     hits, n = kv.get_computed_blocks(big)
-    state = lambda: ([b.block_id for b in kv.block_pool.free_block_queue.get_all_free_blocks()], [(b.ref_cnt, b.block_hash) for b in kv.block_pool.blocks],
+    state = lambda: ([b.block_id for b in kv.block_pool.free_block_queue.get_all_free_blocks()],
+                     [(b.ref_cnt, b.block_hash) for b in kv.block_pool.blocks],
                      dict(kv.req_to_blocks), dict(kv.num_cached_block))
     before = state()
     assert n == 8 and kv.allocate_slots(big, 12, hits) is None and state() == before      # 2 free hits + 3 new > 4
@@ -266,7 +275,8 @@ class DictModel:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_p2_pool_against_a_dictionary_model(seed):
-    "P2: 10,000 random allocations, hits, frees, notes, evictions and resets; after each one the pool and the model agree in everything."
+    """P2: 10,000 random allocations, hits, frees, notes, evictions and resets; after each one the pool and the model agree in
+    everything."""
     print("seed", seed)
     rng, n = random.Random(seed), 12
     pool, model, held = BlockPool(n), DictModel(n), []        # held: block ids, once for each owner
@@ -304,7 +314,8 @@ def test_p2_pool_against_a_dictionary_model(seed):
             if not held: model.holds.clear()
         else: continue
         done[kind] += 1
-        assert [b.block_id for b in pool.free_block_queue.get_all_free_blocks()] == model.free and pool.get_num_free_blocks() == len(model.free)
+        assert [b.block_id for b in pool.free_block_queue.get_all_free_blocks()] == model.free
+        assert pool.get_num_free_blocks() == len(model.free)
         assert [b.ref_cnt for b in pool.blocks] == [model.owners.get(i, 0) for i in range(n)]
         assert [b.block_hash for b in pool.blocks] == [model.holds.get(i, (None,))[0] for i in range(n)]
         assert [pool.get_cached_block(x) and pool.get_cached_block(x).block_id for x in names] == [model.find(x) for x in names]

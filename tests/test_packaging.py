@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "transformers", "triton", "numba", "numpy", "tokenizers", "safetensors", "huggingface_hub")
@@ -132,3 +133,17 @@ def test_editable_install_is_the_tree(run_python, tmp_path):
     done = run_python("import litevllm, litevllm.kernels.reference as r; print(litevllm.__file__, r.__file__)", cwd=tmp_path)
     package, kernel = map(os.path.realpath, done.stdout.split())
     assert package == str(ROOT/"litevllm"/"__init__.py") and kernel == str(ROOT/"kernels"/"reference.py")
+
+
+def test_ci_runs_what_developers_run():
+    "One command, whoever calls it: .ci/run and the public runner end in `make test`; the docs job renders with the filter's environment."
+    script = ROOT/".ci"/"run"
+    assert os.access(script, os.X_OK) and "exec make test </dev/null" in script.read_text(encoding="utf-8")
+    jobs = {p.stem: yaml.safe_load(p.read_text(encoding="utf-8"))["jobs"] for p in (ROOT/".github"/"workflows").glob("*.yml")}
+    steps = {name: [s.get("run", "") for job in js.values() for s in job["steps"]] for name, js in jobs.items()}
+    assert steps["ci"] == ["", "", "", ".ci/run"]
+    assert any(s.endswith("quarto render") for s in steps["docs"]) and any("check_links.py _docs" in s for s in steps["docs"])
+    done = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    plan = [line for line in done.stdout.splitlines() if "tests/run_notebooks.py" in line or "-m pytest" in line]
+    assert len(plan) == 2 and plan[-1].endswith("-m pytest -q"), plan      # pytest last: its closing line is the closing line

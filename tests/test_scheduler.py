@@ -114,7 +114,8 @@ def test_s08_k2_the_only_request_outgrows_the_pool():
         s = make_scheduler(blocks=4, is_async=is_async)
         a = add(s, "A", 5, max_tokens=100, ignore_eos=True)
         engine = Engine(s).drain(100)
-        assert engine.reasons == {"A": "error"} and "has 13 tokens and needs 4 KV blocks of 4, the pool has 3" in engine.errors["A"]
+        assert engine.reasons == {"A": "error"}
+        assert "has 13 tokens and needs 4 KV blocks of 4, the pool has 3" in engine.errors["A"]
         assert engine.outputs["A"] == solo(a, 13)[0] and a.num_preemptions == 0
         check_books(s)
         b = add(s, "B", 5, max_tokens=3)
@@ -179,7 +180,8 @@ def test_s09_a_prompt_that_fills_the_whole_pool_runs():
 
 
 def test_s09_resumed_with_chunking_off_and_over_budget():
-    "2, 9 (star): a victim that outputs have made longer than the budget can never resume unchunked; it is ended with the numbers."
+    """2, 9 (star): a victim that outputs have made longer than the budget can never resume unchunked; it is ended with the
+    numbers."""
     s = make_scheduler(blocks=8, budget=8, chunked=False, caching=False, seqs=2)
     for i in "AB": add(s, i, 7, max_tokens=30, ignore_eos=True)
     engine = Engine(s).drain(200)
@@ -199,12 +201,15 @@ def test_s10_seats():
 def test_s11_priority_order():
     "11: lower value first; ties by arrival_time, then by id."
     s = make_scheduler(policy="priority", budget=8, seqs=1)
-    for name, priority, arrival in [("d", 1, 0.), ("c", 0, 5.), ("b", 0, 1.), ("a", 0, 5.)]: add(s, name, 1, 1, priority=priority, arrival=arrival)
+    for name, priority, arrival in [("d", 1, 0.), ("c", 0, 5.), ("b", 0, 1.), ("a", 0, 5.)]: add(s, name, 1, 1,
+                                                                                                 priority=priority,
+                                                                                                 arrival=arrival)
     assert [list(p) for p in plans(s, 4)] == [["b"], ["a"], ["c"], ["d"]]
 
 
 def test_s12_s1_a_victim_that_was_planned_leaves_the_plan():
-    "12, S1: V (worst) is planned before H needs a block: V leaves the plan, its token is given out again, and nobody else is passed over."
+    """12, S1: V (worst) is planned before H needs a block: V leaves the plan, its token is given out again, and nobody else is
+    passed over."""
     s = make_scheduler(blocks=4, policy="priority", caching=False)
     for name, n, priority in [("V", 3, 9), ("H", 4, 0), ("W", 3, 1)]: add(s, name, n, priority=priority)
     step(s)
@@ -231,13 +236,16 @@ def test_s12_own_victim_ends_the_pass():
 
 
 def test_s12_the_index_steps_back_only_for_a_planned_victim():
-    "12: a victim in front of the visited one that had nothing to run shifts the list, and a neighbour is passed over until the next step."
+    """12: a victim in front of the visited one that had nothing to run shifts the list, and a neighbour is passed over until
+    the next step."""
     s = make_scheduler(blocks=6, policy="priority", is_async=True, caching=False, seqs=4)
-    for name in "PQRT": add(s, name, 4 if name != "P" else 3, max_tokens=1 if name == "P" else 9, priority=9 if name == "P" else 1, arrival=0., ignore_eos=True)
+    for name in "PQRT": add(s, name, 4 if name != "P" else 3, max_tokens=1 if name == "P" else 9,
+                            priority=9 if name == "P" else 1, arrival=0., ignore_eos=True)
     first = s.schedule()
     assert set(first.num_scheduled_tokens) == set("PQRT")
     s.running = [s.requests[i] for i in "PQRT"]
-    # P's only token is in flight: skipped. Q takes the last free block; R needs one: P (worst, unplanned, in front) goes; T is passed over.
+    # P's only token is in flight: skipped. Q takes the last free block; R needs one: P (worst, unplanned, in front) goes; T is
+    # passed over.
     second = s.schedule()
     assert (list(second.num_scheduled_tokens), second.preempted_req_ids) == (["Q", "R"], {"P"})
     update(s, first), update(s, second)
@@ -248,10 +256,12 @@ def test_s12_a_victims_uncomputed_block_is_not_found_by_others():
     "12 (star): content noted for a step that the victim lost is forgotten; vLLM 0.22 lets others hit the uncomputed block."
     s = make_scheduler(blocks=7, policy="priority")
     prompt = list(range(100, 107))
-    add(s, "V", prompt, priority=9, ignore_eos=True), add(s, "H", 8, priority=0, ignore_eos=True), add(s, "G", 4, priority=1, ignore_eos=True)
+    add(s, "V", prompt, priority=9, ignore_eos=True), add(s, "H", 8, priority=0, ignore_eos=True), add(s, "G", 4, priority=1,
+                                                                                                       ignore_eos=True)
     step(s)                                        # H 2 blocks, G 1, V 2: one free
     s.running = [s.requests[i] for i in "VHG"]     # V is visited first
-    plan = step(s)                                 # V fills its second block; H takes the last block; G needs one: V leaves the plan
+    # V fills its second block; H takes the last block; G needs one: V leaves the plan
+    plan = step(s)
     assert plan.preempted_req_ids == {"V"} and "V" not in plan.num_scheduled_tokens
     twin = make_request(s, "T", s.requests["V"].all_token_ids[:8] + [1])
     assert s.kv_cache_manager.get_computed_blocks(twin)[1] == 4, "only the block that was computed is found"
@@ -319,7 +329,8 @@ def test_s18_preempted_while_in_flight_still_gets_its_token():
     first, second = s.schedule(), s.schedule()
     assert second.preempted_req_ids == {"C"}
     assert [o.new_token_ids for o in update(s, first)] == [[7]] * 3
-    assert requests[2].output_token_ids == [7] and requests[2].num_output_placeholders == 0 and requests[2].num_computed_tokens == 0
+    c = requests[2]
+    assert (c.output_token_ids, c.num_output_placeholders, c.num_computed_tokens) == ([7], 0, 0)
 
 
 def test_s18_a_stop_while_preempted():
@@ -405,7 +416,8 @@ def test_s23_rejected_drafts():
     step(s)
     s.update_draft_token_ids(DraftTokenIds(["A"], [[7, 8, 9]]))
     plan = s.schedule()
-    assert (plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens, a.num_computed_tokens) == ({"A": 4}, {"A": [7, 8, 9]}, 9)
+    assert (plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens, a.num_computed_tokens) == ({"A": 4}, {"A": [7, 8, 9]},
+                                                                                                     9)
     out, = update(s, plan, {"A": [7, 1]})
     assert (out.new_token_ids, a.num_computed_tokens, a.num_tokens, a.spec_token_ids) == ([7, 1], 7, 8, [])
     assert s.schedule().num_scheduled_tokens == {"A": 1}
@@ -453,7 +465,8 @@ def test_s23_a_draft_fills_no_cached_block():
 def test_drafts_with_async_scheduling_are_refused_by_name():
     "Both at start-up and when they come."
     s = make_scheduler(is_async=True)
-    with pytest.raises(ValueError, match="async_scheduling cannot take speculative tokens yet"): s.update_draft_token_ids(DraftTokenIds(["A"], [[1]]))
+    with pytest.raises(ValueError, match="async_scheduling cannot take speculative tokens yet"):
+        s.update_draft_token_ids(DraftTokenIds(["A"], [[1]]))
     config = replace(s.scheduler_config, num_speculative_tokens=2, async_scheduling=False)
     with pytest.raises(ValueError, match="set async_scheduling=False"): AsyncScheduler(config, s.cache_config)
 
@@ -500,7 +513,8 @@ def test_admission_gate_reserves_the_whole_prompt():
 
 
 def test_s4_case_a_long_prefill_does_not_stop_decodes():
-    "S4: A gets a token in every step while a 200-token prompt comes in 15 at a time; C, behind it, has its first token when B's prompt is done."
+    """S4: A gets a token in every step while a 200-token prompt comes in 15 at a time; C, behind it, has its first token when
+    B's prompt is done."""
     s = make_scheduler(budget=16)
     a = add(s, "A", 3, max_tokens=100, ignore_eos=True)
     step(s)
@@ -512,7 +526,8 @@ def test_s4_case_a_long_prefill_does_not_stop_decodes():
         step(s)
         num_steps += 1
         assert a.num_output_tokens == before + 1
-    assert num_steps == 14 and b.num_output_tokens == 1     # ceil(200 / 15); first come, first served: the long prompt is not overtaken
+    # ceil(200 / 15); first come, first served: the long prompt is not overtaken
+    assert num_steps == 14 and b.num_output_tokens == 1
     s = make_scheduler(budget=16, threshold=8)              # the threshold is vLLM's remedy
     add(s, "B", 200), add(s, "C", 2)
     step(s)
@@ -520,7 +535,8 @@ def test_s4_case_a_long_prefill_does_not_stop_decodes():
 
 
 def test_s2_case_every_preemption_point():
-    "S2: two requests, a pool one block short, block size 4; tokens equal SOLO and blocks are ceil(tokens/4) wherever preemption falls."
+    """S2: two requests, a pool one block short, block size 4; tokens equal SOLO and blocks are ceil(tokens/4) wherever
+    preemption falls."""
     preempted_at = set()
     for n in range(1, 10):
         for max_tokens in range(1, 18):
@@ -532,7 +548,8 @@ def test_s2_case_every_preemption_point():
                 plan = engine.schedule()
                 engine.update()
                 for i in plan.num_scheduled_tokens:
-                    if i in s.requests: assert len(s.kv_cache_manager.get_block_ids(i)) == -(-s.requests[i].num_computed_tokens // 4)
+                    if i in s.requests:
+                        assert len(s.kv_cache_manager.get_block_ids(i)) == -(-s.requests[i].num_computed_tokens // 4)
                 if plan.preempted_req_ids: preempted_at.add(requests[1].num_tokens % 4)
                 seen += 1
                 assert seen < 200
@@ -642,8 +659,10 @@ def test_stats():
     prompt = list(range(100, 104))
     for i in "ABCD": add(s, i, prompt + [ord(i)])
     plan = s.schedule()
-    stats = s.update_from_output(plan, ModelRunnerOutput(list("ABC"), {i: k for k, i in enumerate("ABC")}, [[7]] * 3)).scheduler_stats
-    assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.num_free_blocks, round(stats.kv_cache_usage, 2)) == (3, 1, 1, .8)
+    stats = s.update_from_output(plan, ModelRunnerOutput(list("ABC"), {i: k
+                                                                       for k, i in enumerate("ABC")}, [[7]] * 3)).scheduler_stats
+    assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.num_free_blocks, round(stats.kv_cache_usage, 2)) == (3, 1, 1,
+                                                                                                                       .8)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_preemptions) == (15, 8, 0)
     assert s.make_stats().prefix_cache_queries == 0
 
@@ -653,10 +672,12 @@ def test_from_engine_core_request():
     s = make_scheduler()
     wire = EngineCoreRequest("A-0123", [1, 2, 3, 4, 5], SamplingParams(), 12.5, cache_salt="x", priority=3)
     r = Request.from_engine_core_request(wire, s.block_hasher)
-    assert (r.request_id, r.num_tokens, r.arrival_time, r.cache_salt, r.priority, len(r.block_hashes)) == ("A-0123", 5, 12.5, "x", 3, 1)
+    assert (r.request_id, r.num_tokens, r.arrival_time, r.cache_salt, r.priority, len(r.block_hashes)) == ("A-0123", 5, 12.5,
+                                                                                                           "x", 3, 1)
 
 
 def test_core_imports_no_tensor_library():
     "core/ decides and knows no tensor."
     code = "import sys, litevllm.core.async_scheduler; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "[]"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          check=True).stdout.strip() == "[]"

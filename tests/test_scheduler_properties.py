@@ -1,4 +1,5 @@
-"""Random traffic through the real scheduler and a fake runner; after every operation the invariants hold, and every output equals SOLO.
+"""Random traffic through the real scheduler and a fake runner; after every operation the invariants hold, and every output
+equals SOLO.
 
 A failing case prints its options and its seed."""
 import itertools, random
@@ -23,13 +24,15 @@ def expected_running_pass(s):
     kv, config = s.kv_cache_manager, s.scheduler_config
     tables = {r: [b.block_id for b in blocks] for r, blocks in kv.req_to_blocks.items()}
     owners = {b.block_id: b.ref_cnt for b in kv.block_pool.blocks}
-    free, budget, running, plan, victims, i = kv.block_pool.get_num_free_blocks(), config.max_num_batched_tokens, list(s.running), {}, [], 0
+    free, budget = kv.block_pool.get_num_free_blocks(), config.max_num_batched_tokens
+    running, plan, victims, i = list(s.running), {}, [], 0
     while i < len(running) and budget:
         r, drafts = running[i], len(running[i].spec_token_ids)
         n = r.num_tokens + drafts + r.num_output_placeholders - r.num_computed_tokens
         if 0 < config.long_prefill_token_threshold < n: n = config.long_prefill_token_threshold
         n = min(n, budget, config.max_model_len - 1 - r.num_computed_tokens)
-        if r.num_output_placeholders and r.num_computed_tokens + 2 - r.num_output_placeholders >= r.num_prompt_tokens + r.max_tokens: n = 0
+        in_flight = r.num_output_placeholders
+        if in_flight and r.num_computed_tokens + 2 - in_flight >= r.num_prompt_tokens + r.max_tokens: n = 0
         if n == 0:
             i += 1
             continue
@@ -75,7 +78,8 @@ def check_schedule(s, before, expected, plan):
         for r in s.running:
             if r.request_id in planned or plan.total_num_scheduled_tokens == config.max_num_batched_tokens: continue
             tokens_to_go = min(r.num_tokens + r.num_output_placeholders, config.max_model_len - 1) - r.num_computed_tokens
-            last_in_flight = r.num_output_placeholders and r.num_tokens + r.num_output_placeholders >= r.num_prompt_tokens + r.max_tokens
+            in_flight = r.num_output_placeholders
+            last_in_flight = in_flight and r.num_tokens + in_flight >= r.num_prompt_tokens + r.max_tokens
             assert tokens_to_go <= 0 or last_in_flight, f"{r} was passed over"
     assert not (plan.preempted_req_ids and admitted), "a step that preempts admits nobody"
     if not config.enable_chunked_prefill and not config.long_prefill_token_threshold:
@@ -94,17 +98,21 @@ def random_request(rng, s, name, shared):
     mml = s.max_model_len
     n = rng.randint(1, max(1, mml - 2) if rng.random() < .15 else mml // 4)
     k = rng.randint(0, n)
-    max_tokens = rng.randint(1, 8) if rng.random() < .3 else rng.randint(8, mml)     # long outputs: the pool runs out while decoding
+    # long outputs: the pool runs out while decoding
+    max_tokens = rng.randint(1, 8) if rng.random() < .3 else rng.randint(8, mml)
     return make_request(s, name, shared[:k] + [rng.randint(10, 30) for _ in range(n - k)], max_tokens, priority=rng.randint(0, 3),
-                        arrival=float(rng.randint(0, 9)), salt=rng.choice([None, None, None, "x"]), min_tokens=rng.choice([0, 0, min(2, max_tokens)]),
+                        arrival=float(rng.randint(0, 9)), salt=rng.choice([None, None, None, "x"]),
+                        min_tokens=rng.choice([0, 0, min(2, max_tokens)]),
                         ignore_eos=rng.random() < .7, stop_token_ids=rng.choice([[], [], list(range(5, 12))]))
 
 
 def random_scheduler(rng, policy, chunked, caching, is_async):
     bs, mml = rng.choice([1, 2, 4, 4, 8, 16]), rng.choice([20, 40, 64])
     need = cdiv(mml, bs)
-    return make_scheduler(blocks=need + 1 + rng.choice([0, 0, 1, 2, need // 3]), bs=bs, mml=mml, chunked=chunked, caching=caching, policy=policy,
-                          is_async=is_async, seqs=rng.choice([2, 3, 4, 8]), threshold=rng.choice([0, 0, 3, 7]), reserve=rng.random() < .8,
+    return make_scheduler(blocks=need + 1 + rng.choice([0, 0, 1, 2, need // 3]), bs=bs, mml=mml, chunked=chunked,
+                          caching=caching, policy=policy,
+                          is_async=is_async, seqs=rng.choice([2, 3, 4, 8]), threshold=rng.choice([0, 0, 3, 7]),
+                          reserve=rng.random() < .8,
                           budget=rng.choice([4, 6, 8, 16, 33, 128]) if chunked else mml + rng.choice([0, 9, 60]))
 
 
@@ -161,13 +169,17 @@ def test_invariants_with_speculative_drafts(policy, chunked, caching):
 def test_the_fake_runner_notices_a_wrong_hit(monkeypatch):
     "The check can fail: a cache that finds a block under any name gives other outputs than SOLO."
     keep = BlockHashToBlockMap.get_one_block
-    monkeypatch.setattr(BlockHashToBlockMap, "get_one_block", lambda self, h: keep(self, h) or next(iter(self._first.values()), None))
+    any_block = lambda self, block_hash: keep(self, block_hash) or next(iter(self._first.values()), None)
+    monkeypatch.setattr(BlockHashToBlockMap, "get_one_block", any_block)
     with pytest.raises(AssertionError):
         for seed in range(SEEDS): run_traffic(seed, "fcfs", True, True, False)
 
 
 def test_a_plan_that_is_undone_leaves_no_content_behind(monkeypatch):
-    "The check can fail: without `uncache_blocks` a priority victim's uncomputed block is found by others (a seed in some hundreds shows it)."
-    run_traffic(554, "priority", True, True, True)
+    """The check can fail: without `uncache_blocks` a priority victim's uncomputed block is found by others (a seed in some
+    hundreds shows it)."""
+    seeds = (554, *range(3000))      # the first shows it on CPython 3.11; another random module may need another
+    run_traffic(seeds[0], "priority", True, True, True)
     monkeypatch.setattr(KVCacheManager, "uncache_blocks", lambda self, request: None)
-    with pytest.raises(AssertionError, match="positions read back"): run_traffic(554, "priority", True, True, True)
+    with pytest.raises(AssertionError, match="positions read back"):
+        for seed in seeds: run_traffic(seed, "priority", True, True, True)

@@ -11,7 +11,8 @@ FILE = HERE / "data" / "vllm022-scheduler-traces.jsonl.xz"
 
 def test_all_recorded_traces_replay_without_a_difference():
     "80 runs, 6333 operations, by the command itself."
-    done = subprocess.run([sys.executable, str(HERE / "replay_traces.py"), str(FILE)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(HERE / "replay_traces.py"), str(FILE)], capture_output=True, text=True,
+                          timeout=120)
     assert (done.returncode, done.stdout) == (0, "80 traces, 6333 operations: no difference\n"), done.stdout + done.stderr
 
 
@@ -20,16 +21,21 @@ def traces(): return list(read_traces(FILE))
 
 
 MUTATIONS = {     # operation kind -> how to change one recorded answer of that kind; True if this operation could be changed
-    "num_scheduled_tokens": lambda op: op["op"] == "schedule" and op["num_scheduled_tokens"] and not op["num_scheduled_tokens"][0].__setitem__(1, 99),
-    "plan order": lambda op: op["op"] == "schedule" and len(op["num_scheduled_tokens"]) > 1 and not op["num_scheduled_tokens"].reverse(),
+    "num_scheduled_tokens": lambda op: op["op"] == "schedule" and op["num_scheduled_tokens"]
+    and not op["num_scheduled_tokens"][0].__setitem__(1, 99),
+    "plan order": lambda op: op["op"] == "schedule" and len(op["num_scheduled_tokens"]) > 1
+    and not op["num_scheduled_tokens"].reverse(),
     "total": lambda op: op["op"] == "schedule" and not op.__setitem__("total", op["total"] + 1),
     "block_ids": lambda op: op["op"] == "schedule" and op["new"] and not op["new"][0]["block_ids"].append(1),
-    "num_computed_tokens": lambda op: op["op"] == "schedule" and op["cached"] and not op["cached"][-1].__setitem__("num_computed_tokens", -1),
-    "resumed": lambda op: op["op"] == "schedule" and op["cached"] and not op["cached"][0].__setitem__("resumed", not op["cached"][0]["resumed"]),
+    "num_computed_tokens": lambda op: op["op"] == "schedule" and op["cached"]
+    and not op["cached"][-1].__setitem__("num_computed_tokens", -1),
+    "resumed": lambda op: op["op"] == "schedule" and op["cached"]
+    and not op["cached"][0].__setitem__("resumed", not op["cached"][0]["resumed"]),
     "preempted": lambda op: op["op"] == "schedule" and not op["preempted"].append("r9"),
     "finished": lambda op: op["op"] == "schedule" and op["finished"] and not op["finished"].clear(),
     "new_token_ids": lambda op: op["op"] == "update" and op["outputs"] and not op["outputs"][0]["new_token_ids"].append(3),
-    "finish_reason": lambda op: op["op"] == "update" and op["outputs"] and not op["outputs"][0].__setitem__("finish_reason", "error"),
+    "finish_reason": lambda op: op["op"] == "update" and op["outputs"]
+    and not op["outputs"][0].__setitem__("finish_reason", "error"),
     "stop_reason": lambda op: op["op"] == "update" and op["outputs"] and not op["outputs"][0].__setitem__("stop_reason", 77),
     "running": lambda op: op["op"] == "abort" and not op["running"].append("r9"),
     "waiting": lambda op: op["op"] == "schedule" and op["waiting"] and not op["waiting"].clear(),
@@ -40,7 +46,8 @@ MUTATIONS = {     # operation kind -> how to change one recorded answer of that 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_one_changed_answer_is_found_where_it_is(traces, name):
     "Every field that is compared can differ, and the difference names seed, operation and field."
-    trace, index = next((copy.deepcopy(t), i) for t in traces for i, op in enumerate(t["ops"]) if i > 5 and MUTATIONS[name](copy.deepcopy(op)))
+    trace, index = next((copy.deepcopy(t), i) for t in traces for i, op in enumerate(t["ops"]) if i > 5
+                        and MUTATIONS[name](copy.deepcopy(op)))
     MUTATIONS[name](trace["ops"][index])
     difference = Replay(trace).difference()
     assert difference is not None and (difference.seed, difference.index) == (trace["seed"], index)
@@ -63,7 +70,7 @@ def test_the_command_exits_1_on_a_difference(traces, tmp_path, capsys):
         with opener(tmp_path / name, "wt") as f: f.write(json.dumps(traces[1]) + "\n" + json.dumps(trace) + "\n")
         assert main([str(tmp_path / name)]) == 1
         out = capsys.readouterr().out
-        assert f"seed {trace['seed']}" in out and f"operation {index} (schedule)" in out and "1234" in out and "'free_blocks'" in out
+        for part in (f"seed {trace['seed']}", f"operation {index} (schedule)", "1234", "'free_blocks'"): assert part in out, part
 
 
 def test_a_planned_request_that_the_recording_lacks_is_a_difference(traces):
@@ -74,8 +81,10 @@ def test_a_planned_request_that_the_recording_lacks_is_a_difference(traces):
     assert Replay(trace).difference().index == index
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "not json\n", "[]\n", "{}\n", '{"seed": 1, "config": {}, "eos_token_id": 2, "requests": {}, "ops": []}\n',
-                                  '{"seed": 1, "config": null, "eos_token_id": 2, "requests": {}, "ops": []}\n'])
+EMPTY = '{"seed": 1, "config": %s, "eos_token_id": 2, "requests": {}, "ops": []}\n'
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "not json\n", "[]\n", "{}\n", EMPTY % "{}", EMPTY % "null", EMPTY % '{"speed": 9}'])
 def test_a_malformed_file_is_said_to_be_one(tmp_path, capsys, text):
     "Exit 2 and one line, never a traceback."
     file = tmp_path / "x.jsonl"
@@ -86,7 +95,8 @@ def test_a_malformed_file_is_said_to_be_one(tmp_path, capsys, text):
 
 def test_malformed_operations_and_missing_files(traces, tmp_path, capsys):
     "An unknown operation, one without its request, a file that is not there, one that is not xz; and no argument at all."
-    for op in ({"op": "pause"}, {"op": "add"}, {"op": "add", "req": "nobody"}, {"op": "update", "sampled": {}}, {"op": "abort", "req": "r0"}, 7,
+    for op in ({"op": "pause"}, {"op": "add"}, {"op": "add", "req": "nobody"}, {"op": "update", "sampled": {}},
+               {"op": "abort", "req": "r0"}, 7,
                {"op": "update", "sampled": {}, "outputs": [], "running": [], "waiting": [], "free_blocks": 3}):
         file = tmp_path / "x.jsonl"
         file.write_text(json.dumps(traces[0] | {"ops": [op]}))

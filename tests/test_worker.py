@@ -465,3 +465,31 @@ def test_warm_up_leaves_nothing(worker):
 def test_warm_up_of_a_short_model(path, max_model_len):
     worker = make_worker(path, max_model_len=max_model_len, max_num_batched_tokens=8)
     assert len(solo(worker, [3], 1)) == 1
+
+
+def test_profile_run_needs_no_cache_and_leaves_no_trace(path):
+    config = make_config(path, compile="aot_eager", num_gpu_blocks_override=8)
+    worker = worker_module.Worker(config)
+    worker.init_device()
+    worker.load_model()
+    worker.model_runner.profile_run()
+    worker.initialize_from_config(80)
+    worker.compile_or_warm_up_model()
+    assert all((layer.kv_cache[:, 1:] == 0).all() for layer in worker.model_runner.layers.values())
+    assert len(solo(worker, PROMPT_A, 3)) == 3
+
+
+def test_gpu_memory_arithmetic(monkeypatch):
+    "No GPU here: torch's counters are played. 80 units in all, 75 free; the profile run peaks at 20, and 3 appear outside torch."
+    unit, cuda = 1 << 30, torch.cuda
+    free = [75 * unit]
+    reserved = [0]
+    monkeypatch.setattr(cuda, "mem_get_info", lambda: (free[0], 80 * unit))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: reserved[0])
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda: 20 * unit)
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"): monkeypatch.setattr(cuda, name, lambda: None)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.95 asks for 76.00 of 80.00 GiB, and 75.00 GiB are free"):
+        worker_module.GpuMemory(0.95)
+    memory = worker_module.GpuMemory(0.5)
+    free[0], reserved[0] = (75 - 22 - 3) * unit, 22 * unit
+    assert memory.left_for_kv() == (40 - 20 - 3) * unit

@@ -130,7 +130,7 @@ class BlockHashToBlockMap:
 class BlockPool:
     "All KV cache blocks of one engine (vllm/v1/core/block_pool.py)."
     def __init__(self, num_gpu_blocks: int):
-        if num_gpu_blocks < 2: raise ValueError(f"a pool of {num_gpu_blocks} block(s) has no usable block: block 0 is the null one")
+        if num_gpu_blocks < 2: raise ValueError(f"num_gpu_blocks={num_gpu_blocks}: no usable block, block 0 is the null block")
         self.num_gpu_blocks = num_gpu_blocks
         self.blocks = [KVCacheBlock(i) for i in range(num_gpu_blocks)]
         self.null_block, *usable = self.blocks

@@ -49,8 +49,10 @@ class KVCacheManager:
         num_new_tokens: int,                                 # to be computed in this step, drafts included
         new_computed_blocks: Sequence[KVCacheBlock] = (),    # a prefix hit, for a request that holds nothing yet
         full_sequence_must_fit: bool = False,                # admit only if all known tokens would fit
-    ) -> list[KVCacheBlock] | None:                          # blocks added behind the hit; None: too few are free, nothing changed
-        "Make room for the next `num_new_tokens` tokens and note the content of the blocks they fill; ValueError for 0 tokens."
+    ) -> list[KVCacheBlock] | None:                          # blocks added behind the hit; None: too few are free
+        """Make room for the next `num_new_tokens` tokens, and note the content of the blocks they fill.
+
+        None changes nothing. ValueError for 0 tokens."""
         if num_new_tokens <= 0: raise ValueError(f"room for {num_new_tokens} tokens asked for request {request.request_id}")
         blocks = self.req_to_blocks.get(request.request_id, [])
         num_had = len(blocks) + len(new_computed_blocks)

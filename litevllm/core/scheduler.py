@@ -176,8 +176,8 @@ class WaitingPass(SchedulerBase):
 class Scheduler(RunningPass, WaitingPass, UpdatePass):
     """Decides step by step what runs (vllm/v1/core/sched/scheduler.py).
 
-    `schedule()` plans a step, `update_from_output()` takes in its result; requests come by `add_request()`, go by themselves, or by
-    `finish_requests()`."""
+    `schedule()` plans a step, `update_from_output()` takes in its result; requests come by `add_request()`, and go by
+    themselves or by `finish_requests()`."""
     def schedule(self) -> SchedulerOutput:
         "Plan one step: running requests first, then admissions, unless something had to be preempted."
         step = Step(self.scheduler_config.max_num_batched_tokens)

@@ -92,7 +92,8 @@ class EngineCore:
         self.vllm_config = replace(vllm_config, cache_config=replace(vllm_config.cache_config, num_gpu_blocks=num_gpu_blocks))
         config = vllm_config.scheduler_config
         logger.info("Asynchronous scheduling is %s.", "enabled" if config.async_scheduling else "disabled")
-        self.scheduler = (AsyncScheduler if config.async_scheduling else Scheduler)(config, self.vllm_config.cache_config, log_stats)
+        scheduler_class = AsyncScheduler if config.async_scheduling else Scheduler
+        self.scheduler = scheduler_class(config, self.vllm_config.cache_config, log_stats)
         self.aborts_queue = queue.SimpleQueue()     # aborts that came while a step was running
         self.batch_queue_size = self.model_executor.max_concurrent_batches
         self.batch_queue = deque() if self.batch_queue_size > 1 else None   # (future, plan), newest on the left
@@ -133,7 +134,7 @@ class EngineCore:
         return self._update(plan, output), plan.total_num_scheduled_tokens > 0
 
     def step_with_batch_queue(self) -> tuple[EngineCoreOutputs | None, bool]:
-        "As `step`, with a second batch in flight: filling the queue goes before taking results, which may be None for that reason."
+        "As `step`, with a second batch in flight. Filling the queue goes before taking results, so there may be none (None)."
         batches, executed = self.batch_queue, False
         if self.scheduler.has_requests():
             plan = self.scheduler.schedule()
@@ -167,7 +168,8 @@ class EngineCoreProc(EngineCore):
     "An `EngineCore` between two queues, each with a thread that owns one socket (vllm/v1/engine/core.py)."
     ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 
-    def __init__(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type, input_socket: zmq.Socket, output_socket: zmq.Socket):
+    def __init__(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type, input_socket: zmq.Socket,
+                 output_socket: zmq.Socket):
         super().__init__(vllm_config, log_stats, executor_class)
         self.input_queue, self.output_queue = queue.SimpleQueue(), queue.SimpleQueue()
         self.output_queue.put([b"READY", msgspec.msgpack.encode(self.ready)])
@@ -219,16 +221,17 @@ class EngineCoreProc(EngineCore):
         self.input_queue.put((kind, message))
 
     def process_output_socket(self, socket: zmq.Socket):
-        "Output thread: objects to bytes, until a None; what was sent still gets 4 s to leave."
+        "Output thread: objects to bytes, until an int comes: the ms that what was sent last still has to leave."
         encoder = msgspec.msgpack.Encoder()
-        while (item := self.output_queue.get()) is not None:
+        while not isinstance(item := self.output_queue.get(), int):
             socket.send_multipart(item if isinstance(item, list) else [encoder.encode(item)], copy=False)
-        socket.close(linger=4000)
+        socket.close(linger=item)
 
 # %% ../../nbs/01_ipc.ipynb #5afb6db6
 def watch_parent(directory: str):
-    """Ends this process when its parent is gone, however that ended: stdin, a pipe that only the parent holds, reports end of file.
-    The parent's id is watched too, for a fork of the parent may hold that pipe open. Removes the socket `directory` for it."""
+    """Ends this process when its parent is gone, however that ended, and removes the socket `directory` in its place.
+
+    Stdin, a pipe that only the parent holds, reports end of file then. A fork of the parent may keep it open: its id is watched too."""
     parent = os.getppid()
     def end():
         shutil.rmtree(directory, ignore_errors=True)
@@ -262,8 +265,9 @@ def run_engine_core(input_address: str, directory: str) -> int:
     output_socket = make_socket(ctx, zmq.PUSH, init.output_address)
     module, _, name = init.executor.partition(":")
     try:
-        core = EngineCoreProc(VllmConfig.from_bytes(init.vllm_config), init.log_stats, getattr(importlib.import_module(module), name),
-                              input_socket, output_socket)
+        executor_class = getattr(importlib.import_module(module), name)
+        config = VllmConfig.from_bytes(init.vllm_config)
+        core = EngineCoreProc(config, init.log_stats, executor_class, input_socket, output_socket)
     except BaseException as e:
         logger.exception("The engine core could not be built.")
         output_socket.send_multipart([b"FAILED", msgspec.msgpack.encode(EngineCoreFailure(type(e).__name__, str(e)))])
@@ -278,15 +282,15 @@ def run_until_told(core: EngineCoreProc, ctx: zmq.Context) -> int:
     gc.collect()
     gc.freeze()    # weights and code are here to stay: the collector need not visit them again
     try: core.run_busy_loop()
-    except SystemExit: return 0
+    except SystemExit: code, linger = 0, 0     # nobody listens any more
     except BaseException:
         logger.exception("The engine core met a fatal error.")
         core.output_queue.put([core.ENGINE_CORE_DEAD, traceback.format_exc().encode()])
-        return 1
-    finally:
-        core.output_queue.put(None)
-        ctx.term()     # waits for the two threads to close their sockets
-        core.shutdown()
+        code, linger = 1, 4000
+    core.output_queue.put(linger)
+    ctx.term()     # waits for the two threads to close their sockets
+    core.shutdown()
+    return code
 
 # %% ../../nbs/01_ipc.ipynb #3d522577
 if __name__ == "__main__" and "__file__" in globals():   # as a program, not in this notebook

@@ -27,7 +27,8 @@ class EngineCoreClient:
     ready: EngineCoreReadyResponse
 
     @staticmethod
-    def make_client(vllm_config: VllmConfig, log_stats: bool = False, executor_class: type = UniProcExecutor) -> "EngineCoreClient":
+    def make_client(vllm_config: VllmConfig, log_stats: bool = False,
+                    executor_class: type = UniProcExecutor) -> "EngineCoreClient":
         "Starts an engine core: in a child process, or here where LITEVLLM_ENABLE_MULTIPROCESSING=0."
         in_process = os.environ.get("LITEVLLM_ENABLE_MULTIPROCESSING", "1") == "0"
         return (InprocClient if in_process else SyncMPClient)(vllm_config, log_stats, executor_class)
@@ -91,13 +92,15 @@ def _bind(ctx: zmq.Context, kind: int, directory: str, name: str) -> tuple[zmq.S
     path = os.path.join(directory, name)
     sock = ctx.socket(kind)
     sock.set_hwm(0)
-    sock.bind(f"ipc://{path}" if zmq.has("ipc") and len(path) < 100 else "tcp://127.0.0.1:*")   # Unix socket paths end at 107 bytes
+    ipc = zmq.has("ipc") and len(os.fsencode(path)) < 100   # the path of a Unix socket ends at 107 bytes
+    sock.bind(f"ipc://{path}" if ipc else "tcp://127.0.0.1:*")
     return sock, sock.getsockopt_string(zmq.LAST_ENDPOINT)
 
 # %% ../../nbs/01b_core_client.ipynb #249f1245
 class BackgroundResources:
-    """All that a client holds: child, sockets, socket directory, I/O thread, and the mail that came. It knows nothing of the client, so that
-    a client nobody refers to any more is collected and takes all this with it."""
+    """All that a client holds: child, sockets and their directory, I/O thread, mail that came (vllm/v1/engine/core_client.py).
+
+    It knows nothing of the client, so that a client nobody refers to any more is collected, and takes all this with it."""
     def __init__(self):
         self.owner, self.ctx, self.child, self.thread = os.getpid(), zmq.Context(), None, None
         self.directory = tempfile.mkdtemp(prefix="litevllm-")
@@ -189,7 +192,7 @@ class BackgroundResources:
         else: future.set_exception(RuntimeError(answer.failure_message))
 
     def close(self):
-        "Gives everything back, in a few seconds at most. Does nothing in a fork of the process that started it, or the second time."
+        "Gives everything back, in a few seconds at most. In a fork of the process that started it, it does nothing."
         if os.getpid() != self.owner: return
         self.declare_dead("The engine was shut down.")
         self._wake()
@@ -238,8 +241,9 @@ class SyncMPClient(EngineCoreClient):
 
 # %% ../../nbs/01b_core_client.ipynb #e79b0713
 class InprocClient(EngineCoreClient):
-    """The engine core in this process (vllm/v1/engine/core_client.py): `get_output` drives `EngineCore.step`. The core lives on a thread of its own,
-    which does one thing at a time: Ctrl-C interrupts whoever waits for a step, never the step."""
+    """The engine core in this process (vllm/v1/engine/core_client.py): `get_output` drives `EngineCore.step`.
+
+    The core has a thread of its own, which does one thing at a time: Ctrl-C interrupts who waits for a step, never the step."""
     def __init__(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type):
         self._thread = ThreadPoolExecutor(1, "EngineCore")
         try: self.engine_core = self._call(EngineCore, vllm_config, log_stats, executor_class)
@@ -274,7 +278,8 @@ class InprocClient(EngineCoreClient):
         if (refused := self._call(_add_request, self.engine_core, request)) is not None: self._outputs.append(refused)
 
     def abort_requests(self, request_ids: list[str]):
-        if request_ids and self._finalizer.alive and self._dead_reason is None: self._call(self.engine_core.abort_requests, request_ids)
+        if not request_ids or not self._finalizer.alive or self._dead_reason is not None: return
+        self._call(self.engine_core.abort_requests, request_ids)
 
     def call_utility(self, method: str, *args):
         self._check_alive()

@@ -39,7 +39,7 @@ def prompt_window(decode: Callable[[Sequence[int]], str], prompt_token_ids: list
 class DecodeWindow:
     """Text from ids that come one by one, each decoded a few times, whatever the length of the output.
 
-    `ids[:read]` are the last tokens that gave text, `ids[read:]` are pending. `shown` is what was given out of the window's text."""
+    `ids[:read]` are the last tokens that gave text, `ids[read:]` are pending. `shown`: what was given out of its text."""
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: list[int]):
         self.decode = decode
         self.ids, text = prompt_window(decode, prompt_token_ids)
@@ -71,7 +71,7 @@ class DecodeWindow:
         tail = self.decode(rest)
         # a decoder that takes back what it said (byte fallback does) gets a fresh start with the pending ids
         new = text[len(self.shown):len(text) - hold] if text.startswith(self.shown) else tail[:len(tail) - hold]
-        # a context that begins inside of a character would make other characters of what follows: keep the old one too, while it is short
+        # a context that begins inside a character would make others of what follows: keep the old one too, while it is short
         if not tail.startswith(_INCOMPLETE) or len(self.ids) > self.max_ids: self.ids, text = rest, tail
         self.read, self.shown = len(self.ids), text[:len(text) - hold]
         if new and self.in_prompt: new, self.in_prompt = new[_common(new, self.in_prompt):], ""

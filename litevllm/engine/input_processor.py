@@ -24,17 +24,19 @@ class ParsedPrompt:
 
 
 def parse_prompt(prompt) -> ParsedPrompt:
-    """`prompt` in any of vLLM's forms (vllm/inputs): text, a list of ids, or a dict with `prompt`, `prompt_token_ids`, `cache_salt`.
+    """`prompt` in any of vLLM's forms (vllm/inputs): text, ids, or a dict of `prompt`, `prompt_token_ids`, `cache_salt`.
 
     TypeError for anything else, ValueError for a dict with other keys or with no prompt in it."""
     if isinstance(prompt, ParsedPrompt): return prompt
     if isinstance(prompt, str): return ParsedPrompt(prompt)
     if isinstance(prompt, (list, tuple)): return ParsedPrompt(None, list(prompt))
-    if not isinstance(prompt, dict): raise TypeError(f"a prompt is text, a list of token ids or a dict, got {type(prompt).__name__}")
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a prompt is text, a list of token ids or a dict, got {type(prompt).__name__}")
     unknown = sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}))
     if unknown: raise ValueError(f"a prompt has no field {', '.join(unknown)}")
     parsed = ParsedPrompt(**prompt)
-    if parsed.prompt is None and parsed.prompt_token_ids is None: raise ValueError("the dict holds neither prompt nor prompt_token_ids")
+    if parsed.prompt is None and parsed.prompt_token_ids is None:
+        raise ValueError("the dict holds neither prompt nor prompt_token_ids")
     for name in ("prompt", "cache_salt"):
         value = getattr(parsed, name)
         if not isinstance(value, (str, type(None))): raise TypeError(f"{name} must be text, got {type(value).__name__}")
@@ -47,7 +49,8 @@ def plain_ids(ids) -> list[int]:
     ids = list(ids)
     if set(map(type, ids)) <= {int}: return ids
     for i, t in enumerate(ids):
-        if isinstance(t, bool) or not hasattr(t, "__index__"): raise TypeError(f"token id {i} of the prompt is {t!r} ({type(t).__name__}), not an integer")
+        if isinstance(t, bool) or not hasattr(t, "__index__"):
+            raise TypeError(f"token id {i} of the prompt is {t!r} ({type(t).__name__}), not an integer")
     return list(map(operator.index, ids))
 
 # %% ../../nbs/01d_input_processor.ipynb #ec9acc5e
@@ -75,17 +78,19 @@ class PromptLimits:
                    ready.num_gpu_blocks - 1, None if chunked else budget)
 
     def check(self, ids: list[int]):
-        "ValueError with both numbers for a prompt that could never run (semantics of vllm/v1/engine/input_processor.py, and ours)."
+        "ValueError with both numbers for a prompt that could never run."
         n = len(ids)
         if n == 0: raise ValueError("the prompt is empty: 0 tokens, and at least 1 is needed")
         if n >= self.max_model_len:
-            raise ValueError(f"the prompt has {n} tokens and max_model_len is {self.max_model_len}: with at least one output token, "
-                             f"a prompt may have {self.max_model_len - 1}")
+            raise ValueError(f"the prompt has {n} tokens and max_model_len is {self.max_model_len}: "
+                             f"with at least one output token, a prompt may have {self.max_model_len - 1}")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self.vocab_size)
-            raise ValueError(f"token id {bad} at position {at} of the prompt is outside of the vocabulary of {self.vocab_size} tokens")
+            raise ValueError(f"token id {bad} at position {at} of the prompt is outside of the vocabulary "
+                             f"of {self.vocab_size} tokens")
         if self.max_chunk is not None and n > self.max_chunk:
-            raise ValueError(f"the prompt has {n} tokens, a step takes {self.max_chunk} (max_num_batched_tokens), and chunked prefill is off")
+            raise ValueError(f"the prompt has {n} tokens, a step takes {self.max_chunk} (max_num_batched_tokens), "
+                             "and chunked prefill is off")
         need = -(-n // self.block_size)
         if need > self.num_blocks:
             raise ValueError(f"the prompt needs {need} KV blocks of {self.block_size} tokens, the pool has {self.num_blocks}")
@@ -95,25 +100,29 @@ def check_params(params: SamplingParams, limits: PromptLimits, has_tokenizer: bo
     "TypeError or ValueError for what `SamplingParams` can't know by itself: the model's numbers, and what acts in this version."
     if not isinstance(params, SamplingParams): raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
     params.refuse_unsupported()
-    if params.stop and not has_tokenizer: raise ValueError(f"stop={params.stop!r} needs a tokenizer, and skip_tokenizer_init is set")
+    if params.stop and not has_tokenizer:
+        raise ValueError(f"stop={params.stop!r} needs a tokenizer, and skip_tokenizer_init is set")
     for t in params.stop_token_ids:
         if not 0 <= t < limits.vocab_size:
             raise ValueError(f"stop_token_ids holds {t}, outside of the vocabulary of {limits.vocab_size} tokens")
     for name in ("seed", "top_k"):
         value = getattr(params, name)
-        if value is not None and not -2**63 <= value < 2**63: raise ValueError(f"{name}={value} does not fit in 64 bits")
+        if value is not None and not -2**63 <= value < 2**63:
+            raise ValueError(f"{name}={value} does not fit in 64 bits")
 
 # %% ../../nbs/01d_input_processor.ipynb #c50832e8
-def complete_params(params: SamplingParams, prompt_len: int, limits: PromptLimits, generation_config: dict, eos_token_id: int | None) -> SamplingParams:
+def complete_params(params: SamplingParams, prompt_len: int, limits: PromptLimits, generation_config: dict,
+                    eos_token_id: int | None) -> SamplingParams:
     "A copy with its open ends closed: `max_tokens` a number that fits, and the model's end tokens in place."
     room = limits.max_model_len - prompt_len
     if params.min_tokens > room:
-        raise ValueError(f"min_tokens={params.min_tokens}, but {prompt_len} prompt tokens leave room for {room} (max_model_len is {limits.max_model_len})")
+        raise ValueError(f"min_tokens={params.min_tokens}, but {prompt_len} prompt tokens leave room for {room} "
+                         f"(max_model_len is {limits.max_model_len})")
     params = params.clone()
     params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     params.update_from_generation_config(generation_config, eos_token_id)
     # ids that no logit stands for can't be sampled, and can't be masked
-    params.all_stop_token_ids.intersection_update(range(limits.vocab_size))
+    params.all_stop_token_ids.difference_update([t for t in params.all_stop_token_ids if not 0 <= t < limits.vocab_size])
     return params
 
 # %% ../../nbs/01d_input_processor.ipynb #933aa72a
@@ -143,9 +152,11 @@ class InputProcessor:
 
     def _token_ids(self, parsed: ParsedPrompt) -> list[int]:
         if parsed.prompt_token_ids is not None: return plain_ids(parsed.prompt_token_ids)
-        if self.tokenizer is None: raise ValueError("a text prompt needs a tokenizer, and skip_tokenizer_init is set; give prompt_token_ids")
-        lone = next((i for i, c in enumerate(parsed.prompt) if "\ud800" <= c <= "\udfff"), None) if not parsed.prompt.isascii() else None
-        if lone is not None: raise ValueError(f"the prompt holds half a surrogate pair at position {lone}, which is no character")
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, and skip_tokenizer_init is set; give prompt_token_ids")
+        try: parsed.prompt.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"the prompt holds half a surrogate pair at position {e.start}, which is no character") from None
         return self.tokenizer(parsed.prompt, add_special_tokens=True, verbose=False)["input_ids"]
 
     @staticmethod

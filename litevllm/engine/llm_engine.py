@@ -18,7 +18,7 @@ from ..sampling_params import SamplingParams
 class LLMEngine:
     """The consumer: requests in through `add_request`, results out of `step` (vllm/v1/engine/llm_engine.py).
 
-    It owns the tokenizer, the states of unfinished requests, and a client of the core; the scheduler and the model are the core's."""
+    It owns the tokenizer, the states of unfinished requests, and a client of the core. Scheduler and model are the core's."""
     def __init__(self, vllm_config: VllmConfig, engine_core: EngineCoreClient, tokenizer):
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
         self.engine_core, self.tokenizer = engine_core, tokenizer
@@ -54,8 +54,8 @@ class LLMEngine:
             prompt_text = prompt.prompt
         self.output_processor.add_request(request, prompt_text)
         try: self.engine_core.add_request(request)
-        except BaseException:   # not on its way: nobody must wait for it
-            self.output_processor.abort_requests([request.request_id], internal=True)
+        except BaseException:   # nobody must wait for it; and where only the waiting was interrupted, the core must not run it
+            self.abort_request([request.request_id], internal=True)
             raise
         return request.request_id
 

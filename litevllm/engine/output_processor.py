@@ -31,8 +31,8 @@ class RequestState:
         return cls(request.request_id, request.external_req_id or request.request_id, request.sampling_params.output_kind, prompt,
                    request.prompt_token_ids, IncrementalDetokenizer.from_new_request(tokenizer, request))
 
-    def make_request_output(self, new_token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | str | None = None,
-                            error: str | None = None) -> RequestOutput | None:
+    def make_request_output(self, new_token_ids: list[int], finish_reason: FinishReason | None,
+                            stop_reason: int | str | None = None, error: str | None = None) -> RequestOutput | None:
         "What the user sees of this step; None with FINAL_ONLY before the end."
         finished = finish_reason is not None
         if not finished and self.output_kind is RequestOutputKind.FINAL_ONLY: return None
@@ -40,7 +40,8 @@ class RequestState:
         completion = CompletionOutput(
             index=0, text=self.detokenizer.get_next_output_text(finished, delta),
             token_ids=new_token_ids if delta else list(self.detokenizer.output_token_ids),   # a copy: the next step adds to it
-            cumulative_logprob=None, logprobs=None, finish_reason=str(finish_reason) if finished else None, stop_reason=stop_reason)
+            cumulative_logprob=None, logprobs=None,
+            finish_reason=str(finish_reason) if finished else None, stop_reason=stop_reason)
         return RequestOutput(request_id=self.external_req_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids,
                              prompt_logprobs=None, outputs=[completion], finished=finished,
                              num_cached_tokens=self.num_cached_tokens, error=error)
@@ -65,14 +66,14 @@ class OutputProcessor:
     def has_unfinished_requests(self) -> bool: return bool(self.request_states)
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None):
-        "From now on outputs for `request` are expected. `prompt`: its text, where there is one. ValueError for an internal id in use."
+        "Expect outputs for `request`. `prompt`: its text, where there is one. ValueError for an internal id in use."
         if request.request_id in self.request_states: raise ValueError(f"request id {request.request_id!r} is in use")
         state = RequestState.from_new_request(self.tokenizer, request, prompt)
         self.request_states[state.request_id] = state
         self.external_req_ids.setdefault(state.external_req_id, []).append(state.request_id)
 
     def _forget(self, request_id: str) -> RequestState | None:
-        "Drop the state of an internal id from both tables. Its own entry goes last: Ctrl-C in the middle leaves something to repeat."
+        "Drop the state of an internal id from both tables. Its own entry goes last, so that after Ctrl-C it can be repeated."
         state = self.request_states.get(request_id)
         if state is None: return None
         same = [rid for rid in self.external_req_ids.get(state.external_req_id, ()) if rid != request_id]

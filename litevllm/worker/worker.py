@@ -31,7 +31,7 @@ def get_num_blocks(vllm_config: VllmConfig, available_bytes: int, page_size_byte
     usable = max(num_blocks - 1, 0)
     if usable < needed:
         short = (f"a request of max_model_len={max_model_len} tokens needs {needed} KV blocks of {cache.block_size} tokens "
-                 f"({needed * page_size_bytes / GiB:.3f} GiB), the pool has {usable} usable ({usable * page_size_bytes / GiB:.3f} GiB)")
+                 f"({needed * page_size_bytes / GiB:.3g} GiB), the pool has {usable} usable ({usable * page_size_bytes / GiB:.3g} GiB)")
         if cache.num_gpu_blocks_override is None:
             raise ValueError(f"{short}; lower max_model_len or give the pool more memory (kv_cache_memory_bytes, "
                              "gpu_memory_utilization, LITEVLLM_CPU_KVCACHE_SPACE)")
