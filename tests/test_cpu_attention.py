@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BY_NAME = dict(argvalues=CASES, ids=lambda c: c.name.replace(" ", "_"))
 
 
-@pytest.fixture(params=[1, 2], autouse=True, ids=["1 thread", "2 threads"])
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def threads(request):
+    "torch's number of threads, which is the kernel's too where numba was allowed as many"
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -26,8 +27,7 @@ def threads(request):
 
 
 @pytest.mark.parametrize("case", **BY_NAME)
-@pytest.mark.parametrize("seed", range(2))
-def test_numba_case(case, seed): check(cpu, case, seed=seed)
+def test_numba_case(case, threads): check(cpu, case, seed=threads)
 
 
 @pytest.mark.parametrize("case", **BY_NAME)
@@ -60,6 +60,21 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch_of_nine(window, threa
     for r in range(9): assert torch.equal(whole[b.starts[r]:b.starts[r + 1]], read(cpu, case, b, r)), r
     torch.set_num_threads(3 - threads)
     assert torch.equal(whole, read(cpu, case, b)), "the number of threads changed the answer"
+
+
+def test_two_threads_give_the_bits_of_one(run_python):
+    "In a process that may have two: this one was started with one"
+    code = ("import sys, torch; sys.path.insert(0, 'tests')\n"
+            "import numba, litevllm.kernels.cpu_attention as k\nfrom attention_cases import CASES, build\n"
+            "def read(case, n):\n"
+            "    torch.set_num_threads(n); b = build(case); out = torch.empty_like(b.q)\n"
+            "    k.unified_attention(b.q, *b.want_pool.unbind(0), out, b.starts, 1, b.seq_lens, 1000, 0.1, case.window, b.table, case.softcap)\n"
+            "    return out, numba.get_num_threads()\n"
+            "for case in CASES[:6]:\n"
+            "    (one, a), (two, b) = read(case, 1), read(case, 2)\n"
+            "    assert (a, b) == (1, 2) and torch.equal(one, two), case\n"
+            "print('same')")
+    assert "same" in run_python(code, OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="2").stdout
 
 
 def test_a_decode_row_does_not_depend_on_how_its_context_was_computed():

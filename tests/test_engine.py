@@ -6,11 +6,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 
 import pytest
-import torch
 
 from litevllm import LLM, SamplingParams
+from litevllm.config import EngineArgs, SchedulerConfig
+from litevllm.engine.llm_engine import LLMEngine
 from litevllm.tiny import write_tiny_model
 
 SEED = 7
@@ -172,40 +174,48 @@ class Scripted:
         return drafts
 
 
+def run_engine(engine, prompts, params):
+    "Token ids of all prompts, in order."
+    done = {}
+    for i, p in enumerate(prompts): engine.add_request(str(i), p, params)
+    while engine.has_unfinished_requests(): done |= {o.request_id: tokens(o) for o in engine.step() if o.finished}
+    return [done[str(i)] for i in range(len(prompts))]
+
+
 @pytest.mark.parametrize("kind", ["right", "wrong", "mixed"])
 def test_drafts_change_no_token(tiny, kind, monkeypatch):
     monkeypatch.setenv("LITEVLLM_ENABLE_MULTIPROCESSING", "0")
     print("seed", SEED)
     rng = random.Random(SEED)
     prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (1, 4, 9, 17)]
-    kw = dict(async_scheduling=False, block_size=4, enable_prefix_caching=False)
-    with LLM(tiny, **kw) as llm: want = [tokens(o) for o in llm.generate(prompts, greedy(25), use_tqdm=False)]
-    with LLM(tiny, **kw) as llm:
-        core = llm.llm_engine.engine_core.engine_core
+    config = EngineArgs(tiny, async_scheduling=False, block_size=4, enable_prefix_caching=False).create_engine_config()
+    with LLM(tiny, async_scheduling=False) as llm: want = [tokens(o) for o in llm.generate(prompts, greedy(25), use_tqdm=False)]
+    engine = LLMEngine.from_vllm_config(replace(config, scheduler_config=replace(config.scheduler_config, num_speculative_tokens=3)))
+    try:
+        core = engine.engine_core.engine_core
         proposer = core.model_executor.worker.model_runner.proposer = Scripted(want, prompts, kind, rng)
-        steps, schedule = [], core.scheduler.schedule
+        sizes, update = [], core.scheduler.update_from_output
 
-        def watched():
-            plan = schedule()
-            steps.append(plan.total_num_scheduled_tokens)
-            for r in core.scheduler.running:   # semantics 23: blocks follow the computed tokens, rejected drafts taken back
-                held = len(core.scheduler.kv_cache_manager.get_block_ids(r.request_id))
-                assert held == -(-r.num_computed_tokens // 4), (held, r.num_computed_tokens)
-            return plan
-        core.scheduler.schedule = watched
-        got = [tokens(o) for o in llm.generate(prompts, greedy(25), use_tqdm=False)]
-        assert got == want and proposer.proposed > 20
-        n = len([s for s in steps if s])
-        assert n < 25 if kind == "right" else n >= 14, n     # right drafts save steps
-        assert_drained(llm)
+        def watched(plan, output):
+            result = update(plan, output)
+            if plan.total_num_scheduled_tokens: sizes.append(plan.total_num_scheduled_tokens)
+            for r in core.scheduler.running:   # semantics 23: rejected drafts are taken back, their block may stay for the next ones
+                held, computed = len(core.scheduler.kv_cache_manager.get_block_ids(r.request_id)), r.num_computed_tokens
+                assert computed == r.num_tokens - 1 and -(-computed // 4) <= held <= -(-(computed + 3) // 4), (held, computed)
+            return result
+        core.scheduler.update_from_output = watched
+        assert run_engine(engine, prompts, greedy(25)) == want and proposer.proposed > 20
+        # right drafts save steps; wrong ones cost tokens and nothing else
+        assert len(sizes) < 25 if kind == "right" else sum(sizes) > 25 * len(prompts) + sum(map(len, prompts)), sizes
+        if kind == "wrong": assert len(sizes) == 25
+        assert core.scheduler.get_request_counts() == (0, 0)
+    finally:
+        engine.close()
 
 
-def test_drafts_with_async_scheduling_are_refused_by_name(tiny, monkeypatch):
-    monkeypatch.setenv("LITEVLLM_ENABLE_MULTIPROCESSING", "0")
-    with LLM(tiny) as llm:
-        core = llm.llm_engine.engine_core.engine_core
-        core.model_executor.worker.model_runner.proposer = Scripted([[3] * 8], [PROMPT], "right", random.Random(SEED))
-        with pytest.raises(Exception, match="(?i)async"): one(llm, PROMPT, greedy(8))
+def test_drafts_with_async_scheduling_are_refused_by_name(tiny):
+    with pytest.raises(ValueError, match="async_scheduling"): SchedulerConfig(64, 8, 64, async_scheduling=True, num_speculative_tokens=3)
+    with pytest.raises((ValueError, TypeError), match="speculative_config"): LLM(tiny, speculative_config={"method": "ngram"})
 
 
 def run_script(body, *, timeout=120, env=None, **kw):

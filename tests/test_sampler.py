@@ -171,6 +171,12 @@ def test_noise_is_a_function_of_seed_and_position():
     assert len(set(seeds)) > 20 and len(set(places)) > 20
 
 
+def test_no_two_seeds_and_positions_share_a_key():
+    "Neighbouring seeds (n=3 uses seed, seed+1, seed+2) must not repeat each other's noise one position further on."
+    seeds, places = np.divmod(np.arange(200 * 200), 200)
+    assert len(np.unique(noise_keys(seeds.astype(np.uint64), places), axis=0)) == 200 * 200
+
+
 def test_negative_and_huge_seeds_act():
     logits = torch.randn(1, 500)
     for seed in (-7, 2**70): assert 0 <= choose(logits, [SamplingParams(seed=seed)])[0] < 500

@@ -407,6 +407,11 @@ def test_an_empty_prompt_is_refused():
     with pytest.raises(RequestRefused, match="no tokens"): add(make_scheduler(), "A", [])
 
 
+def test_a_prompt_longer_than_the_model_is_refused():
+    "The front process says so first; a raw client must not be able to break the step either."
+    with pytest.raises(RequestRefused, match="prompt has 9 tokens, max_model_len is 8"): add(make_scheduler(mml=8), "A", 9)
+
+
 # ---- drafts
 
 def test_s23_rejected_drafts():

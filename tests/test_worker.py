@@ -199,6 +199,15 @@ def test_preempted_row_is_rebuilt_with_its_table_replaced():
     assert rows.token_ids[row, :6].tolist() == [1, 2, 3, 4, 5, 6] and rows.requests["A"].prompt_len == 5
 
 
+def test_a_resumed_request_whose_row_still_stands_gets_its_new_table():
+    "The plan that preempted it may have been one that nobody executed."
+    rows = RequestRows(2, 16, 4)
+    rows.update(plan([new("A", [1, 2, 3, 4, 5], [1, 2])], {"A": 5}))
+    rows.update(plan(counts={"A": 6}, cached=CachedRequestData(["A"], {"A"}, {"A": [1, 2, 3, 4, 5, 6]}, [[7, 8]], [0], [1])))
+    row = rows.row_of["A"]
+    assert rows.num_blocks[row] == 2 and rows.block_table[row, :2].tolist() == [7, 8] and rows.num_tokens[row] == 6
+
+
 def test_seed_of_an_unseeded_request_survives_preemption_and_differs_between_requests():
     rows = RequestRows(2, 16, 4, seed=7)
     free = SamplingParams(temperature=1.0)

@@ -44,6 +44,8 @@ class SchedulerBase:
         name, config, kv = f"request {request.request_id}", self.scheduler_config, self.kv_cache_manager
         if request.request_id in self.requests: raise RequestRefused(f"{name}: the id is in use by a live request")
         if request.num_prompt_tokens == 0: raise RequestRefused(f"{name}: the prompt has no tokens")
+        if request.num_tokens > self.max_model_len:
+            raise RequestRefused(f"{name}: the prompt has {request.num_tokens} tokens, max_model_len is {self.max_model_len}")
         need = kv.num_blocks_for(request.num_tokens)
         if need > kv.num_usable_blocks:
             raise RequestRefused(f"{name}: the prompt of {request.num_tokens} tokens needs {need} KV blocks of {kv.block_size}, "

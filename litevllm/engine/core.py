@@ -231,7 +231,7 @@ class EngineCoreProc(EngineCore):
 def watch_parent(directory: str):
     """Ends this process when its parent is gone, however that ended, and removes the socket `directory` in its place.
 
-    Stdin, a pipe that only the parent holds, reports end of file then. A fork of the parent may keep it open: its id is watched too."""
+    Stdin, a pipe that only the parent holds, ends then. A fork of the parent may keep it open: hence the watch on its id."""
     parent = os.getppid()
     def end():
         shutil.rmtree(directory, ignore_errors=True)

@@ -73,9 +73,11 @@ class PromptLimits:
     @classmethod
     def of(cls, config: VllmConfig, ready: EngineCoreReadyResponse) -> "PromptLimits":
         "From the configuration, and what the core found out at start-up."
-        chunked, budget = config.scheduler_config.enable_chunked_prefill, config.scheduler_config.max_num_batched_tokens
+        scheduler = config.scheduler_config
+        budget = scheduler.max_num_batched_tokens   # a long-prefill threshold below it splits prompts, with chunking off too
+        split = scheduler.enable_chunked_prefill or 0 < scheduler.long_prefill_token_threshold <= budget
         return cls(ready.max_model_len, config.model_config.vocab_size, config.cache_config.block_size,
-                   ready.num_gpu_blocks - 1, None if chunked else budget)
+                   ready.num_gpu_blocks - 1, None if split else budget)
 
     def check(self, ids: list[int]):
         "ValueError with both numbers for a prompt that could never run."

@@ -5,6 +5,7 @@
 # %% ../../nbs/04_forward_context.ipynb #ac6617a8
 from __future__ import annotations
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from ..display import html_table
@@ -35,13 +36,13 @@ class ForwardContext:
                           "ForwardContext")
 
 # %% ../../nbs/04_forward_context.ipynb #14864b46
-_forward_context: ForwardContext | None = None
+_forward_context: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
 
 def get_forward_context() -> ForwardContext:
     "The context of the forward pass that is running; RuntimeError outside of one."
-    if _forward_context is None:
-        raise RuntimeError("no forward context: run the model inside `with set_forward_context(...)`")
-    return _forward_context
+    context = _forward_context.get()
+    if context is None: raise RuntimeError("no forward context: run the model inside `with set_forward_context(...)`")
+    return context
 
 # %% ../../nbs/04_forward_context.ipynb #38e58c8f
 @contextmanager
@@ -50,9 +51,7 @@ def set_forward_context(attn_metadata, vllm_config, *, slot_mapping=None):
 
     attn_metadata: dict by layer name, or None for a run without requests. slot_mapping: dict by layer name; left out, it
     is taken from the metadata."""
-    global _forward_context
     if slot_mapping is None: slot_mapping = {name: m.slot_mapping for name, m in (attn_metadata or {}).items()}
-    previous = _forward_context
-    _forward_context = ForwardContext(vllm_config.compilation_config.static_forward_context, attn_metadata, slot_mapping)
+    token = _forward_context.set(ForwardContext(vllm_config.compilation_config.static_forward_context, attn_metadata, slot_mapping))
     try: yield
-    finally: _forward_context = previous
+    finally: _forward_context.reset(token)

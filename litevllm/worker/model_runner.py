@@ -166,11 +166,14 @@ def has_cpp_compiler() -> bool:
 
 def compile_once(model: torch.nn.Module, backend: str):
     "torch.compile in which the token count is unknown from the first trace on: even a batch of one needs no second graph."
-    compiled, traced = torch.compile(model, fullgraph=True, backend=backend), False
+    def step(input_ids: Tensor, positions: Tensor) -> Tensor:
+        torch._check(input_ids.shape[0] == positions.shape[0])   # two unknowns, and this makes them one
+        return model(input_ids, positions)
+    compiled, traced = torch.compile(step, fullgraph=True, backend=backend), False
     def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
         nonlocal traced
         if not traced:
-            for tensor in (input_ids, positions): torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="num_tokens")
+            for tensor in (input_ids, positions): torch._dynamo.decorators.mark_unbacked(tensor, 0)
             traced = True
         return compiled(input_ids, positions)
     return forward

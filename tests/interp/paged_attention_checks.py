@@ -174,7 +174,7 @@ def test_random_batches():
     seed = random.SystemRandom().randrange(10**6)
     rng = random.Random(seed)
     print("seed", seed)
-    for _ in range(6):
+    for _ in range(4):
         n = rng.randrange(1, 5)
         lens = [rng.choice((1, 1, rng.randrange(1, 24))) for _ in range(n)]
         group, heads = rng.choice((1, 2, 3, 4)), rng.choice((1, 2))
