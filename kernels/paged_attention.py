@@ -289,10 +289,12 @@ def choose_tiles(arch: int | str, num_cores: int, itemsize: int, head_dim: int, 
 
     No clock is involved, so the choice is the same on every run. The numbers come from the compiler's reports (tests/test_kernels_aot.py)."""
     pad, amd = padded_head_dim(head_dim), isinstance(arch, str)
+    stages = 2
     if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles and many threads, or registers spill
-        block_m, block_n, warps = 16, 32 if pad <= 128 and group <= 16 else 16, 4 if amd else 8
+        block_m, block_n = 16, 32 if pad <= 128 and group <= 16 else 16
+        warps = 4 if amd or (pad > 128 and group <= 16) else 8
     elif max_query_len == 1 or max_query_len * group <= 16:  # decode: few rows, the keys are what costs
-        block_m, block_n, warps = 16, 32, 4
+        block_m, block_n, warps, stages = 16, 32, 4, 2 if amd or arch >= 90 else 3
     elif pad > 128:
         block_m, block_n, warps = 64, 32, 4 if amd else 8
     elif pad > 64 and not amd:
@@ -304,7 +306,7 @@ def choose_tiles(arch: int | str, num_cores: int, itemsize: int, head_dim: int, 
     if max_query_len == 1:
         splits = triton.next_power_of_2(max(1, 2 * num_cores // (num_seqs * num_kv_heads) + 1)) // 2
         splits = max(1, min(splits, 16, triton.next_power_of_2(triton.cdiv(max_seq_len, 4 * block_n))))
-    return Tiles(block_m, block_n, warps, 2, splits)
+    return Tiles(block_m, block_n, warps, stages, splits)
 
 # %% ../nbs/05_paged_kv_kernels.ipynb #2dc875c1
 def launch_constants(tiles: Tiles, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window_size: int, softcap: float) -> dict:

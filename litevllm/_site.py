@@ -19,8 +19,8 @@ def page_name(stem: str) -> str:
 def relink(nb, folder: Path, base_url: str):
     "Replace links to `base_url`/NAME.html by links to the notebooks in `folder`, in the text and the Markdown outputs of `nb`."
     pages = {page_name(p.stem): p.name for p in folder.glob("*.ipynb")}
-    link = re.compile(re.escape(base_url) + r"/([\w.-]+)\.html")
-    def local(text): return link.sub(lambda m: pages.get(m[1], m[0]), text)
+    link = re.compile(re.escape(base_url) + r"/([\w.-]+)\.html(?:(#\w+)(?:\.\w+)?)?")   # a method has no heading: its class has
+    def local(text): return link.sub(lambda m: pages[m[1]] + (m[2] or "") if m[1] in pages else m[0], text)
     for cell in nb.cells:
         if cell.cell_type == "markdown": cell.source = local(cell.source)
         for out in cell.get("outputs", []):

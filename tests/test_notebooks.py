@@ -35,8 +35,9 @@ def test_pass_and_fail(repo, capfd):
 
 def test_none_is_a_failure(repo, capfd):
     assert run([], root=repo.root) == 1 and "no notebooks" in capfd.readouterr().out
-    hidden = repo("_hidden", "1/0")         # nbdev_test skips it without a word and says that all is well
-    assert run([hidden], root=repo.root) == 1 and "was not run" in capfd.readouterr().out
+    fine = repo("fine", "1 + 1")
+    (repo.root/"nbs"/".notest").touch()     # nbdev_test then finds no file eligible, and that is exit code 0
+    assert run([fine], root=repo.root) == 1 and "fine.ipynb was not run" in capfd.readouterr().out
 
 
 def test_a_hang_ends_with_all_it_started(repo, capfd):
