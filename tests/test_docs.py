@@ -1,4 +1,5 @@
 """Every page of the site, made without Quarto: nbdev's processing as the site does it, sidebar, links, pictures; and the checkers themselves."""
+import ast
 import base64
 import json
 import re
@@ -40,7 +41,7 @@ def site(working_copy, run_python, tmp_path_factory) -> tuple[dict[str, dict], d
     "Notebook name -> the notebook as Quarto gets it, through the very filter that _quarto.yml names; and name -> error."
     out = tmp_path_factory.mktemp("site")
     (out/"make_pages.py").write_text(FILTER, encoding="utf-8")
-    run_python([out/"make_pages.py", out/"made.json"], cwd=working_copy/"nbs", timeout=170, PYTHONPATH=str(working_copy))
+    run_python([out/"make_pages.py", out/"made.json"], cwd=working_copy/"nbs", timeout=170)
     made = json.loads((out/"made.json").read_text(encoding="utf-8"))
     return {n: json.loads(page) for n, page, error in made if page}, {n: error for n, page, error in made if error}
 
@@ -93,9 +94,18 @@ def test_nothing_of_nbdev_is_left_on_a_page(pages):
 
 
 def test_exported_names_are_documented(pages):
-    "The processors look up each exported function: `#| export` cells become a signature on the page."
-    shown = "\n".join(t for page in pages.values() for t in texts(page))
-    for name in ("resolve_model", "Scheduler", "SamplingParams", "LLM"): assert re.search(rf"### {name}\b", shown), name
+    "Each exported function and class has an entry on its notebook's page: the processors' look-ups did not fail unseen."
+    entries = 0
+    for name, page in pages.items():
+        shown = "\n".join(texts(page))
+        for cell in json.loads((NBS/name).read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] != "code" or not re.search(r"^#\|\s*exports?\s*$", source, re.M): continue
+            for node in ast.parse(source).body:
+                if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"): continue
+                assert re.search(rf"^### {node.name}$", shown, re.M), f"{name}: nothing on {node.name}"
+                entries += 1
+    assert entries > 100
 
 
 def test_sidebar_names_every_notebook_once():
@@ -127,7 +137,8 @@ def test_links_between_pages_hold(pages):
                 target, _, anchor = unquote(link).partition("#")
                 assert not target or (NBS/target).exists(), f"{name}: {link} leads nowhere"
                 if anchor and (not target or target.endswith(".ipynb")):
-                    assert anchor.lower() in anchors(pages[target or name]), f"{name}: {link}: no such heading"
+                    found = anchors(pages[target or name])
+                    assert anchor.lower() in found, f"{name}: {link}: no such heading, only {sorted(found)}"
     assert checked > 50, f"only {checked} links found: are names still linked?"
 
 
@@ -171,7 +182,7 @@ def test_an_error_in_a_page_is_an_error_of_the_build(working_copy, run_python, t
     (copy/"nbs"/"broken.ipynb").write_text(json.dumps(broken), encoding="utf-8")
     done = run_python(PROCESS, cwd=copy, check=False)
     assert done.returncode and "on purpose" in done.stderr
-    done = run_python(["-m", "litevllm._site", "filter"], cwd=copy/"nbs", check=False, PYTHONPATH=str(copy))
+    done = run_python(["-m", "litevllm._site", "filter"], cwd=copy/"nbs", check=False)
     assert done.returncode      # nothing on stdin is no notebook
     with (copy/"nbs"/"broken.ipynb").open() as text:
         done = subprocess.run([sys.executable, "-m", "litevllm._site", "filter"], cwd=copy/"nbs", stdin=text, capture_output=True, text=True,
@@ -185,6 +196,16 @@ def test_a_page_is_not_processed_twice(pages, run_python, tmp_path):
     with (tmp_path/"page.ipynb").open() as text:
         done = subprocess.run([sys.executable, "-m", "litevllm._site", "filter"], cwd=NBS, stdin=text, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and json.loads(done.stdout) == pages["00i_site.ipynb"]
+
+
+def test_an_entry_that_got_lost_is_an_error():
+    "IPython swallows what goes wrong in a look-up; the filter counts."
+    from types import SimpleNamespace as Cell
+    from litevllm._site import without_entry
+    good = Cell(source="show_doc(f)", has_sd=True, get=lambda k, d: [{"data": {"text/markdown": "### f"}}])
+    lost = Cell(source="show_doc(g)", has_sd=True, get=lambda k, d: [{"data": {"text/plain": "g"}}])
+    other = Cell(source="1 + 1", get=lambda k, d: [])
+    assert without_entry(Cell(cells=[good, lost, other])) == ["show_doc(g)"]
 
 
 def test_a_broken_link_is_found(tmp_path):

@@ -54,7 +54,7 @@ class ChildProcess:
     "`python -m litevllm.engine.core ARGS`: what it prints goes on to `sys.stderr`, its last lines are kept, and it can be ended."
     def __init__(self, args: list[str]):
         # the child finds modules just as this process does, uninstalled checkouts and `python -c` included
-        env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"} | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-m", "litevllm.engine.core", *args]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=env, start_new_session=True)   # its own session: Ctrl-C does not reach it
