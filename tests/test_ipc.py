@@ -275,6 +275,18 @@ def test_an_error_in_a_step_is_fatal_and_named(make, mp):
     assert str(later.value) == str(first.value) and "Traceback" in str(later.value)
 
 
+def test_last_words_always_arrive(make):
+    "Closing the sockets must not overtake what is still to be sent: one in ten was lost that way once, and the caller waited for ever."
+    for _ in range(25):
+        client = make(fakes.BrokenStep)
+        client.add_request(make_request("a", [1], max_tokens=100))
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match="the sixth step went wrong"):
+            while True: client.get_output()
+        client.shutdown()
+        assert time.monotonic() - started < 10
+
+
 def test_a_child_that_ignores_sigterm_is_killed(make):
     client = make(fakes.Deaf)
     client.add_request(make_request("a"))

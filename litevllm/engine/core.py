@@ -173,9 +173,10 @@ class EngineCoreProc(EngineCore):
         super().__init__(vllm_config, log_stats, executor_class)
         self.input_queue, self.output_queue = queue.SimpleQueue(), queue.SimpleQueue()
         self.output_queue.put([b"READY", msgspec.msgpack.encode(self.ready)])
-        for name, target, socket in (("EngineCoreInput", self.process_input_socket, input_socket),
-                                     ("EngineCoreOutput", self.process_output_socket, output_socket)):
-            threading.Thread(target=target, args=(socket,), name=name, daemon=True).start()
+        self.threads = {name: threading.Thread(target=target, args=(socket,), name=f"EngineCore-{name}", daemon=True)
+                        for name, target, socket in (("input", self.process_input_socket, input_socket),
+                                                     ("output", self.process_output_socket, output_socket))}
+        for thread in self.threads.values(): thread.start()
 
     def run_busy_loop(self):
         "Takes what came in, steps, hands out what came of it; sleeps only while there is nothing to do. Left by an exception."
@@ -288,7 +289,8 @@ def run_until_told(core: EngineCoreProc, ctx: zmq.Context) -> int:
         core.output_queue.put([core.ENGINE_CORE_DEAD, traceback.format_exc().encode()])
         code, linger = 1, 4000
     core.output_queue.put(linger)
-    ctx.term()     # waits for the two threads to close their sockets
+    core.threads["output"].join()   # the last words must be sent before term(), which makes every send fail
+    ctx.term()                      # ends the input thread's recv(), and waits until it has closed its socket
     core.shutdown()
     return code
 
