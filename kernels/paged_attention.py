@@ -291,8 +291,7 @@ def choose_tiles(arch: int | str, num_cores: int, itemsize: int, head_dim: int, 
     pad, amd = padded_head_dim(head_dim), isinstance(arch, str)
     stages = 2
     if itemsize == 4:  # no matrix unit multiplies float32 exactly: small tiles and many threads, or registers spill
-        block_m, block_n = 16, 32 if pad <= 128 and group <= 16 else 16
-        warps = 4 if amd or (pad > 128 and group <= 16) else 8
+        block_m, block_n, warps, stages = 16, 16, 4 if amd else 8, 1  # loads ahead of the multiplication hold registers too
     elif max_query_len == 1 or max_query_len * group <= 16:  # decode: few rows, the keys are what costs
         block_m, block_n, warps, stages = 16, 32, 4, 2 if amd or arch >= 90 else 3
     elif pad > 128:

@@ -215,7 +215,7 @@ def _longest(hf: dict[str, Any], tokenizer_path: str) -> int:
 
 def _max_model_len(asked: int | None, longest: int) -> int:
     if asked is None: return longest
-    _require(asked >= 1, "max_model_len", asked, "at least 1")
+    _require(asked >= 2, "max_model_len", asked, "at least 2: a token of the prompt and one of the answer")
     if asked > longest: raise ValueError(f"max_model_len={asked} is more than the {longest} tokens that the model's files allow")
     return asked
 
@@ -281,7 +281,7 @@ def _model_config(args: EngineArgs, device: str) -> ModelConfig:
     if not os.path.isdir(tokenizer): tokenizer = resolve_model(tokenizer)
     hf = read_hf_config(model)
     return ModelConfig(
-        model=model, served_model_name=args.served_model_name or args.model, tokenizer=tokenizer,
+        model=model, served_model_name=args.served_model_name or str(args.model), tokenizer=tokenizer,
         dtype=_resolve_dtype(args.dtype, hf.get("dtype"), device), seed=args.seed, vocab_size=_number(hf, "vocab_size"),
         max_model_len=_max_model_len(args.max_model_len, _longest(hf, tokenizer)),
         enforce_eager=device == "cpu" if args.enforce_eager is None else args.enforce_eager,

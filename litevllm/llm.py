@@ -41,41 +41,6 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams], n: int) -> lis
     for p in clones: p.output_kind = RequestOutputKind.FINAL_ONLY
     return clones
 
-# %% ../nbs/00_api.ipynb #3ae191ca
-@contextlib.contextmanager
-def _hold_interrupts():
-    "Ctrl-C waits for the end of the block, and acts then. Only the main thread gets any: elsewhere there is nothing to hold."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = []
-    old = signal.signal(signal.SIGINT, lambda *args: held.append(args))
-    try: yield
-    finally:
-        signal.signal(signal.SIGINT, old)
-        if held and callable(old): old(*held[0])
-
-# %% ../nbs/00_api.ipynb #0190154d
-class _Progress:
-    "A tqdm bar over finished requests with vLLM's speed text; `use_tqdm` False: nothing, a callable: makes the bar."
-    def __init__(self, use_tqdm: bool | Callable[..., Any], total: int):
-        self.n_in = self.n_out = 0
-        make = use_tqdm if callable(use_tqdm) else tqdm
-        self.bar = make(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self.text(1)) if use_tqdm else None
-
-    def text(self, seconds: float) -> str:
-        return f"est. speed input: {self.n_in/seconds:.2f} toks/s, output: {self.n_out/seconds:.2f} toks/s"
-
-    def update(self, out: RequestOutput):
-        if self.bar is None: return
-        self.n_in += len(out.prompt_token_ids)
-        self.n_out += sum(len(o.token_ids) for o in out.outputs)
-        self.bar.postfix = self.text(max(self.bar.format_dict["elapsed"], 1e-9))
-        self.bar.update(1)
-
-    def close(self):
-        if self.bar is not None: self.bar.close()
-
 # %% ../nbs/00_api.ipynb #e707d26c
 def _as_conversations(messages: Sequence) -> list[list[dict]]:
     "A list of conversations from one or several; ValueError for an empty one or a message that is no plain text."
@@ -107,8 +72,9 @@ class LLM:
         self._lock = threading.Lock()   # one generate() at a time: they would take each other's outputs
 
     def close(self):
-        "Ends the child process and gives everything back; a second call does nothing."
+        "Ends the child process and gives everything back; a second call does what Ctrl-C kept the first from doing."
         self._close()
+        self._engine.close()
 
     def __enter__(self) -> "LLM": return self
 
@@ -201,3 +167,38 @@ def _run(engine: LLMEngine, requests: list[tuple], use_tqdm: bool | Callable[...
         raise
     finally: progress.close()
     return [done[i] for i in ids]
+
+# %% ../nbs/00_api.ipynb #3ae191ca
+@contextlib.contextmanager
+def _hold_interrupts():
+    "Ctrl-C waits for the end of the block, and acts then. Only the main thread gets any: elsewhere there is nothing to hold."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = []
+    old = signal.signal(signal.SIGINT, lambda *args: held.append(args))
+    try: yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+        if held and callable(old): old(*held[0])
+
+# %% ../nbs/00_api.ipynb #0190154d
+class _Progress:
+    "A tqdm bar over finished requests with vLLM's speed text; `use_tqdm` False: nothing, a callable: makes the bar."
+    def __init__(self, use_tqdm: bool | Callable[..., Any], total: int):
+        self.n_in = self.n_out = 0
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        self.bar = make(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self.text(1)) if use_tqdm else None
+
+    def text(self, seconds: float) -> str:
+        return f"est. speed input: {self.n_in/seconds:.2f} toks/s, output: {self.n_out/seconds:.2f} toks/s"
+
+    def update(self, out: RequestOutput):
+        if self.bar is None: return
+        self.n_in += len(out.prompt_token_ids)
+        self.n_out += sum(len(o.token_ids) for o in out.outputs)
+        self.bar.postfix = self.text(max(self.bar.format_dict["elapsed"], 1e-9))
+        self.bar.update(1)
+
+    def close(self):
+        if self.bar is not None: self.bar.close()

@@ -14,9 +14,11 @@ class _StderrHandler(logging.StreamHandler):
     def __init__(self, prefix: str = ""):
         super().__init__(sys.stderr)
         self.prefix = prefix
-        self.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s", "%m-%d %H:%M:%S"))
+        self.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(where)s:%(lineno)d] %(message)s", "%m-%d %H:%M:%S"))
 
     def format(self, record: logging.LogRecord) -> str:
+        # code from a notebook cell or a string has no file: its name is like "<ipython-input-1-...>", and the logger's says more
+        record.where = record.name.rpartition(".")[2] if record.filename.startswith("<") else record.filename
         return "\n".join(self.prefix + line for line in super().format(record).splitlines())
 
     def emit(self, record: logging.LogRecord):

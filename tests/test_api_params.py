@@ -271,6 +271,17 @@ def test_outputs_in_the_order_of_the_prompts_with_parameters_of_their_own(llm):
     with pytest.raises(TypeError, match="dict"): llm.generate([[1]], [{"temperature": 0}])
 
 
+def test_a_hundred_calls_in_a_row_get_their_own_outputs(llm):
+    prompts = [[i + 1, 2*i + 1, 7] for i in range(100)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + i % 2, ignore_eos=True) for i in range(100)]
+    together = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    assert len(set(map(tuple, together))) > 10   # a stranger's answer would show
+    for prompt, p, expected in zip(prompts, params, together):
+        [out] = llm.generate([prompt], p, use_tqdm=False)
+        assert (out.prompt_token_ids, out.outputs[0].token_ids, out.finished) == (prompt, expected, True)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0 and llm.llm_engine.engine_core.get_request_counts() == (0, 0)
+
+
 def test_one_bad_prompt_and_nothing_runs(llm):
     with pytest.raises(ValueError, match="prompt 2 of 4: .*300 tokens.*256"): llm.generate([[1], [2], [3]*300, [4]], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="prompt 1 of 2: .*logprobs=2"):
@@ -296,14 +307,16 @@ def test_progress_bar(llm, capsys):
     assert bar.n == bar.kw["total"] == 3 and bar.closed and bar.postfix == "est. speed input: 4.50 toks/s, output: 9.00 toks/s"
 
 
-def test_an_interrupt_leaves_nothing(llm):
+@pytest.mark.parametrize("how", ["generate", "chat"])
+def test_an_interrupt_leaves_nothing(llm, how):
     class Bar:
         format_dict = {"elapsed": 1.0}
         def __init__(self, **kw): pass
         def update(self, n): raise KeyboardInterrupt
         def close(self): pass
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    with pytest.raises(KeyboardInterrupt): llm.generate([[5, 6, 7]]*3, [GREEDY, long, long], use_tqdm=Bar)
+    prompts = {"generate": [[5, 6, 7]]*3, "chat": [[{"role": "user", "content": "Hello"}]]*3}[how]
+    with pytest.raises(KeyboardInterrupt): getattr(llm, how)(prompts, [GREEDY, long, long], use_tqdm=Bar)
     assert llm.llm_engine.get_num_unfinished_requests() == 0 and llm.llm_engine.engine_core.get_request_counts() == (0, 0)
     outs = llm.generate([[9, 8]], GREEDY, use_tqdm=False)
     assert len(outs) == 1 and outs[0].prompt_token_ids == [9, 8]
@@ -384,7 +397,7 @@ def test_import_is_light(statement):
 
 
 def test_ctrl_c_then_del_with_a_child(tiny_llama):
-    "Interrupts at several moments of generate(); after each the engine answers a new prompt with its own output; at the end the child goes with its owner."
+    "Interrupts at several moments of generate() and chat(); after each the engine answers a new prompt with its own output; at the end the child goes with its owner."
     out = run("""
         import os, signal, sys, threading, time, psutil
         from litevllm import LLM, SamplingParams
@@ -393,11 +406,13 @@ def test_ctrl_c_then_del_with_a_child(tiny_llama):
         long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         expected = llm.generate([[9, 8]], greedy, use_tqdm=False)[0].outputs[0].token_ids
         interrupted = 0
-        for delay in (0.0, 0.002, 0.01, 0.05, 0.2):
+        generate = lambda: llm.generate([[5, 6, 7]]*30, long, use_tqdm=False)
+        chat = lambda: llm.chat([[{"role": "user", "content": "Hello"}]]*30, long, use_tqdm=False)
+        for delay, ask in ((0.0, generate), (0.002, generate), (0.01, generate), (0.05, generate), (0.2, generate), (0.002, chat), (0.2, chat)):
             t = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
             try:
                 t.start()
-                while True: llm.generate([[5, 6, 7]]*30, long, use_tqdm=False)
+                while True: ask()
             except KeyboardInterrupt: interrupted += 1
             t.join()
             assert engine.get_num_unfinished_requests() == 0 and not engine.output_processor.external_req_ids
@@ -405,10 +420,10 @@ def test_ctrl_c_then_del_with_a_child(tiny_llama):
             assert out.prompt_token_ids == [9, 8] and out.outputs[0].token_ids == expected
             assert engine.engine_core.get_request_counts() == (0, 0)
         child = psutil.Process(engine.engine_core.resources.child.process.pid)
-        del llm, engine
+        del llm, engine, generate, chat, ask
         child.wait(20)
         print("interrupted", interrupted)""", tiny_llama)
-    assert out.split() == ["interrupted", "5"]
+    assert out.split() == ["interrupted", "7"]
 
 
 def test_two_engines_of_which_one_is_killed_and_none_is_closed(tiny_llama):

@@ -1,4 +1,6 @@
 """The model compiles into one graph that serves every step, driven by the engine's own runner."""
+import warnings
+
 import pytest
 import torch
 
@@ -7,8 +9,7 @@ from litevllm.tiny import write_tiny_model
 from litevllm.worker.model_runner import has_cpp_compiler
 from worker_harness import Driver, make_worker
 
-BACKENDS = ["aot_eager"] + (["inductor"] if has_cpp_compiler() else [])
-if "inductor" not in BACKENDS: print("no C++ compiler here: the compiled model is tested with aot_eager only")
+BACKENDS = ["aot_eager", "inductor"]
 PROMPTS = {"A": list(range(5, 25)), "B": [40, 41, 42], "C": list(range(60, 71))}
 
 
@@ -40,9 +41,20 @@ def compile_counts():
     return stats["stats"]["unique_graphs"], sum(stats["graph_break"].values()), sum(stats["recompiles"].values())
 
 
+def falls_back(path, backend):
+    "Without a C++ compiler `inductor` can only fall back: then that is what is asserted, pytest's summary shows the warning, and the answer is True."
+    if backend != "inductor" or has_cpp_compiler(): return False
+    warnings.warn("no C++ compiler here: inductor's code is not tested, only the fall-back to eager")
+    worker = make_worker(path, compile=backend)
+    assert worker.model_runner.forward is worker.model_runner.model
+    assert mixed_steps(worker) == mixed_steps(make_worker(path))
+    return True
+
+
 # inductor's seconds are spent on one architecture
 @pytest.mark.parametrize("arch, backend", [("llama", b) for b in BACKENDS] + [("qwen3", "aot_eager"), ("opt", "aot_eager")])
 def test_one_graph_for_all_steps(paths, arch, backend):
+    if falls_back(paths[arch], backend): return
     eager = mixed_steps(make_worker(paths[arch]))
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = mixed_steps(make_worker(paths[arch], compile=backend))
@@ -53,6 +65,7 @@ def test_one_graph_for_all_steps(paths, arch, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cache_write_survives(paths, backend):
+    falls_back(paths["llama"], backend)   # eagerly the caches must be written just as well
     worker = make_worker(paths["llama"], compile=backend)
     mixed_steps(worker)
     for layer in worker.model_runner.layers.values():
@@ -72,6 +85,7 @@ def without_dependency(self, query, key, value):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_the_dummy_dependency_it_fails(paths, backend, monkeypatch):
+    if falls_back(paths["llama"], backend): return
     eager = mixed_steps(make_worker(paths["llama"]))
     monkeypatch.setattr(Attention, "forward", without_dependency)
     assert mixed_steps(make_worker(paths["llama"])) == eager          # eagerly the order of the lines is the order of the work

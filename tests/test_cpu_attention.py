@@ -63,16 +63,18 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch_of_nine(window, threa
 
 
 def test_two_threads_give_the_bits_of_one(run_python):
-    "In a process that may have two: this one was started with one"
+    "In a process that may have two (this one was started with one); and one thread works without the pool"
     code = ("import sys, torch; sys.path.insert(0, 'tests')\n"
             "import numba, litevllm.kernels.cpu_attention as k\nfrom attention_cases import CASES, build\n"
+            "batch, woken = k.attend_batch, []\n"
+            "k.attend_batch = lambda workers, *args: (woken.append((workers, numba.get_num_threads())), batch(workers, *args))\n"
             "def read(case, n):\n"
             "    torch.set_num_threads(n); b = build(case); out = torch.empty_like(b.q)\n"
             "    k.unified_attention(b.q, *b.want_pool.unbind(0), out, b.starts, 1, b.seq_lens, 1000, 0.1, case.window, b.table, case.softcap)\n"
-            "    return out, numba.get_num_threads()\n"
+            "    return out\n"
             "for case in CASES[:6]:\n"
-            "    (one, a), (two, b) = read(case, 1), read(case, 2)\n"
-            "    assert (a, b) == (1, 2) and torch.equal(one, two), case\n"
+            "    one, two = read(case, 1), read(case, 2)\n"
+            "    assert woken.pop() == (2, 2) and not woken and torch.equal(one, two), case\n"
             "print('same')")
     assert "same" in run_python(code, OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="2").stdout
 

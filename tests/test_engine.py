@@ -13,6 +13,7 @@ import pytest
 from litevllm import LLM, SamplingParams
 from litevllm.config import EngineArgs, SchedulerConfig
 from litevllm.engine.llm_engine import LLMEngine
+from litevllm.messages import EngineCoreRequest
 from litevllm.tiny import write_tiny_model
 
 SEED = 7
@@ -283,4 +284,38 @@ def test_s6_random_aborts_leave_nothing(tiny, monkeypatch):
         # an abort's own flush is one more step of the core
         for _ in range(3): engine.engine_core.engine_core.step_fn()
         assert_drained(llm)
+        assert len(tokens(one(llm, PROMPT, greedy(4)))) == 4
+
+
+@pytest.mark.parametrize("mp", ["1", "0"])
+def test_k2_a_preempted_request_that_outgrew_the_pool_ends(tiny, mp):
+    "It fills the pool, shares its first blocks, is preempted, and the token in flight makes it one too large: it waited for ever once."
+    got = run_script(f"""
+        from litevllm import LLM, SamplingParams
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 4)]
+        with LLM({tiny!r}, num_gpu_blocks_override=9, block_size=4, max_model_len=128) as llm:
+            for out in llm.generate([[71] * 8, [71] * 32], params, use_tqdm=False): print(out.outputs[0].finish_reason, out.error)
+        """, timeout=60, env={"LITEVLLM_ENABLE_MULTIPROCESSING": mp})
+    assert got.returncode == 0, got.stderr
+    first, second = got.stdout.splitlines()
+    assert first == "length None" and second.startswith("error") and "needs 9 KV blocks of 4, the pool has 8" in second, got.stdout
+
+
+@pytest.mark.parametrize("bad", [dict(ignore_eos=1), dict(max_tokens=True), dict(temperature=True), dict(stop_token_ids=[True]), dict(detokenize=0)])
+def test_a_value_that_the_core_could_not_read_is_refused(llm, bad):
+    with pytest.raises(TypeError, match=next(iter(bad))): one(llm, PROMPT, SamplingParams(**{"max_tokens": 2, **bad}))
+    assert len(tokens(one(llm, PROMPT, greedy(4)))) == 4
+
+
+@pytest.mark.parametrize("mp", ["1", "0"])
+def test_a_raw_client_cannot_break_the_engine(tiny, mp, monkeypatch):
+    monkeypatch.setenv("LITEVLLM_ENABLE_MULTIPROCESSING", mp)
+    with LLM(tiny, max_model_len=64) as llm:
+        core = llm.llm_engine.engine_core
+        bad = {"long": [5] * 64, "minus": [-1], "over": [512], "huge": [2 ** 40], "float": [1.5], "none": []}
+        for name, ids in bad.items(): core.add_request(EngineCoreRequest(name, ids, greedy(4), 0.0))
+        core.add_request(EngineCoreRequest("stop", [5], greedy(4, stop_token_ids=[99999], min_tokens=2), 0.0))
+        errors = {}
+        while len(errors) < len(bad) + 1: errors |= {o.request_id: o.error for o in core.get_output().outputs}
+        assert set(errors) == {*bad, "stop"} and all(errors.values()), errors
         assert len(tokens(one(llm, PROMPT, greedy(4)))) == 4

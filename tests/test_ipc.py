@@ -82,7 +82,8 @@ def in_thread(f, *args):
 def test_every_request_gets_its_own_tokens(make, mp, async_scheduling):
     client = make(mp=mp, async_scheduling=async_scheduling)
     assert type(client) is (SyncMPClient if mp == "1" else InprocClient)
-    assert (client.ready.num_gpu_blocks, client.ready.async_scheduling, client.ready.dtype) == (4096, async_scheduling, "float32")
+    ready = client.ready
+    assert (ready.max_model_len, ready.num_gpu_blocks, ready.async_scheduling, ready.dtype) == (1 << 20, 4096, async_scheduling, "float32")
     for call in range(10):
         n = {f"{call}-{i}": i % 7 + 1 for i in range(20)}
         for i, (r, m) in enumerate(n.items()): client.add_request(make_request(r, [i + 1] * (i + 3), max_tokens=m))
@@ -185,7 +186,7 @@ def test_abort_frees_the_request_and_stops_its_outputs(make, mp, async_schedulin
     while len({o.request_id for o in client.get_output().outputs}) < 2: pass
     client.abort_requests(["a", "a", "zzz"])
     assert client.get_request_counts() == (1, 0)
-    while client.resources.outputs if mp == "1" else client._outputs: client.get_output()   # those made before the abort
+    while not client.resources.outputs.empty() if mp == "1" else client._outputs: client.get_output()   # those made before the abort
     for _ in range(5): assert {o.request_id for o in client.get_output().outputs} == {"b"}
     client.abort_requests(["b"])
     assert client.get_request_counts() == (0, 0)
@@ -204,7 +205,7 @@ def test_an_abort_is_seen_while_a_step_runs(make):
     client.abort_requests(["a"])
     start = time.monotonic()
     assert client.get_request_counts() == (0, 0)
-    assert time.monotonic() - start < 0.6 and not client.resources.outputs
+    assert time.monotonic() - start < 0.6 and client.resources.outputs.empty()
 
 
 def test_an_id_can_be_used_again_after_its_abort(make):
@@ -285,6 +286,32 @@ def test_last_words_always_arrive(make):
             while True: client.get_output()
         client.shutdown()
         assert time.monotonic() - started < 10
+
+
+def test_a_fork_of_the_front_process_is_told(make):
+    "Threads are not forked: in a fork nobody would ever answer."
+    client = make()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for call in (client.get_output, lambda: client.add_request(make_request("a", [1])), lambda: client.call_utility("make_stats")):
+                try: call()
+                except EngineDeadError as e: assert "fork" in str(e)
+                else: os._exit(1)
+            os._exit(0)
+        finally: os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    client.add_request(make_request("b", [1]))
+    assert client.get_output().outputs      # ours is unharmed
+
+
+def test_a_second_close_does_what_the_first_was_kept_from(make, monkeypatch):
+    client = make()
+    with monkeypatch.context() as m:
+        m.setattr(client.resources.child, "stop", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt): client.shutdown()
+    client.shutdown()
+    assert not children()
 
 
 def test_a_child_that_ignores_sigterm_is_killed(make):
@@ -583,6 +610,25 @@ def test_batch_queue_fills_before_it_waits():
             if ex.pending: flushed.append(ex.finish())
             time.sleep(0.01)
     assert any(p.finished_req_ids == {"a"} for p in flushed)
+    core.shutdown()
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("end", ["length", "abort"])
+def test_what_has_finished_but_is_not_flushed_counts_as_work(async_scheduling, end):
+    "The worker hears of a request's end with the next plan; where no other request asks for one, an empty plan is sent (semantics 63)."
+    core = EngineCore(make_config(async_scheduling), executor_class=FakeExecutor)
+    core.add_request(core.preprocess_add_request(make_request("a", [1], max_tokens=3 if end == "length" else 1000)))
+    finished = False
+    for _ in range(3 if end == "abort" else 20):
+        outputs, _ = core.step_fn()
+        finished = finished or bool(outputs and outputs.outputs and outputs.outputs[0].finished)
+        if finished: break
+    assert finished == (end == "length")
+    if end == "abort": core.abort_requests(["a"])
+    assert not core.scheduler.has_unfinished_requests() and core.model_executor.first == {"a": 1} and core.has_work()
+    while core.has_work(): core.step_fn()
+    assert core.model_executor.first == {} and core.get_request_counts() == (0, 0)
     core.shutdown()
 
 

@@ -1,5 +1,5 @@
 """The process boundary under the real stack: a tiny model, the real worker, `LLM` on top (cases I1, I4, I5 of the public bug reports)."""
-import json, os, shutil, threading, time
+import json, os, random, shutil, threading, time
 
 import psutil, pytest
 from safetensors.torch import load_file, save_file
@@ -82,3 +82,23 @@ def test_i5_two_engines_with_different_weights_and_a_with_block_left_by_an_error
             assert together == [[alone[0]] * 3, [alone[1]] * 3]
             raise LookupError
     assert not cores()
+
+
+def test_random_aborts_through_the_child_leave_nothing(tiny_llama):
+    seed = 11
+    print("seed", seed)
+    rng, live = random.Random(seed), {"prompt_token_ids": [9, 8, 7]}
+    with LLM(tiny_llama, **ARGS) as llm:
+        engine, core = llm.llm_engine, llm.llm_engine.engine_core
+        [want] = llm.generate(live, greedy(6), use_tqdm=False)
+        for i in range(60):
+            engine.add_request(f"r{i}", {"prompt_token_ids": [rng.randrange(3, 512) for _ in range(rng.randint(1, 30))]}, greedy(rng.randint(1, 12)))
+            time.sleep(rng.uniform(0, 0.005))
+            for _ in range(1 + (rng.random() < 0.2)):
+                engine.abort_request([f"r{i}", f"never-{i}"])
+                core.abort_requests([f"never-{i}"])   # the front passes over ids that it does not know; the core must too
+        while engine.has_unfinished_requests(): engine.step()
+        [again] = llm.generate(live, greedy(6), use_tqdm=False)
+        assert again.prompt_token_ids == [9, 8, 7] and again.outputs[0].token_ids == want.outputs[0].token_ids
+        assert core.get_request_counts() == (0, 0) and core.make_stats().num_free_blocks == 63
+        assert not engine.has_unfinished_requests() and engine.get_num_unfinished_requests() == 0

@@ -7,9 +7,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from litevllm.config import EngineArgs
+from litevllm.engine.core import EngineCore
+from litevllm.messages import EngineCoreRequest
 from litevllm.model.attention import Attention
 from litevllm.model.forward_context import get_forward_context, set_forward_context
 from litevllm.model.loader import get_model, get_model_class
+from litevllm.sampling_params import SamplingParams
 from litevllm.tiny import write_tiny_model
 from model_harness import PagedModel
 
@@ -365,6 +368,24 @@ def test_a_backend_loads_only_its_own_compiler():
     for name, loaded in (("TORCH_REF", "[]"), ("CPU_ATTN", "['numba']"), ("TRITON_ATTN", "['triton']")):
         run = subprocess.run([sys.executable, "-c", code, name], env=env, capture_output=True, text=True, timeout=60, check=True)
         assert run.stdout.strip() == loaded, name
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_long_request_keeps_all_its_blocks_whatever_the_window(tmp_path, window):
+    "Semantics 38a (star): layers with a sliding window share the full table; 46 tokens and a window of 7 hold 12 blocks of 4."
+    path = write_tiny_model(tmp_path, "mistral", sliding_window=window)
+    core = EngineCore(EngineArgs(model=str(path), block_size=4, num_gpu_blocks_override=20, max_model_len=64, device="cpu", enforce_eager=True,
+                                 attention_backend="TORCH_REF", async_scheduling=False).create_engine_config())
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    core.add_request(core.preprocess_add_request(EngineCoreRequest("A", random_ids(40), params, 0.)))
+    held = []
+    while core.scheduler.has_unfinished_requests():
+        core.step_fn()
+        if request := core.scheduler.requests.get("A"):
+            held.append((request.num_computed_tokens, len(set(core.scheduler.kv_cache_manager.get_block_ids("A")))))
+    core.shutdown()
+    windows = {layer.sliding_window for layer in core.vllm_config.compilation_config.static_forward_context.values()}
+    assert windows == {window} and held == [(n, -(-n // 4)) for n in range(40, 47)]
 
 
 def test_triton_interpreted(tmp_path):

@@ -221,6 +221,16 @@ def test_s12_s1_a_victim_that_was_planned_leaves_the_plan():
     check_books(s)
 
 
+def test_s12_among_equal_priorities_the_latest_arrival_goes():
+    "12: priorities are equal, so arrival_time decides: C came last and goes, from the middle of the list."
+    s, _ = three_in_five_blocks(policy="priority")
+    assert [r.arrival_time for r in s.running] == [0., 1., 2.] and len({r.priority for r in s.running}) == 1
+    s.running = [s.requests[i] for i in "BCA"]
+    plan = step(s)      # B and C take the two free blocks, A needs one
+    assert (plan.num_scheduled_tokens, plan.preempted_req_ids) == ({"B": 1, "A": 1}, {"C"})
+    check_books(s)
+
+
 def test_s12_own_victim_ends_the_pass():
     "12: the visited request is its own victim: the pass ends, those behind it are visited first-come in the next step."
     s = make_scheduler(blocks=5, policy="priority", caching=False)
@@ -515,6 +525,22 @@ def test_admission_gate_reserves_the_whole_prompt():
         step(s)
         add(s, "B", 20)
         assert dict(s.schedule().num_scheduled_tokens) == expected
+
+
+def test_admission_gate_counts_the_outputs_of_a_preempted_request():
+    """scheduler_reserve_full_isl: B's prompt fits in the free blocks, and so does its first chunk, but not prompt plus outputs:
+    it waits. Without the gate its first chunk is let in."""
+    for reserve, expected in ((True, {"A": 1}), (False, {"A": 1, "B": 4})):
+        s = make_scheduler(blocks=7, threshold=4, reserve=reserve, caching=False)
+        for i in "AB": add(s, i, 4, max_tokens=30, ignore_eos=True)
+        assert plans(s, 10) == [{"A": 4, "B": 4}] + [{"A": 1, "B": 1}] * 8 + [{"A": 1}]
+        b, kv = s.requests["B"], s.kv_cache_manager
+        assert (b.status, b.num_prompt_tokens, b.num_output_tokens) == (RequestStatus.PREEMPTED, 4, 9)
+        num_free = kv.block_pool.get_num_free_blocks()
+        assert kv.num_blocks_for(b.num_prompt_tokens) <= num_free < kv.num_blocks_for(b.num_tokens)
+        assert plans(s, 1) == [expected]
+        abort(s, "A")
+        assert plans(s, 1) == [{"B": 4}]      # nothing is lost: with the room it goes on, by chunks
 
 
 def test_s4_case_a_long_prefill_does_not_stop_decodes():

@@ -421,10 +421,17 @@ def test_drafts_through_the_real_scheduler_change_no_token(path, kind, spoil):
 def test_blocks_from_memory_and_both_numbers_in_the_error(path, capsys):
     config = make_config(path, max_model_len=64, block_size=16)
     assert get_num_blocks(config, 10_000, 1000) == 10
-    assert "KV cache: 10 blocks of 16 tokens" in (err := capsys.readouterr().err) and "2.2 full-length requests" in err
+    assert "KV cache: 10 blocks of 16 tokens" in (err := capsys.readouterr().err) and "2.2 full-length requests; model in float32, cache in float32\n" in err
     assert get_num_blocks(config, 5_000, 1000) == 5                      # exactly one request, and the null block
     with pytest.raises(ValueError, match=r"max_model_len=64 tokens needs 4 KV blocks .* the pool has 3 usable"):
         get_num_blocks(config, 4_999, 1000)
+
+
+@pytest.mark.parametrize("backend, cache", [("CPU_ATTN", "float32"), ("TORCH_REF", "bfloat16")])
+def test_the_log_names_both_dtypes(path, capsys, backend, cache):
+    worker = make_worker(path, dtype="bfloat16", attention_backend=backend)
+    assert f"model in bfloat16, cache in {cache}\n" in capsys.readouterr().err
+    assert all(layer.kv_cache.dtype == getattr(torch, cache) for layer in worker.model_runner.layers.values())
 
 
 def test_override_warns_instead(path, capsys):

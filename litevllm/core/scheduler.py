@@ -123,10 +123,7 @@ class RunningPass(SchedulerBase):
             return 0                       # visited again, without drafts
         if request.num_output_placeholders:
             return 1                       # stays in running; a token in flight may be its last
-        kv = self.kv_cache_manager
-        self._fail_request(
-            request, f"request {request.request_id} has {request.num_tokens} tokens and needs "
-            f"{kv.num_blocks_for(request.num_tokens)} KV blocks of {kv.block_size}, the pool has {kv.num_usable_blocks}")
+        self._fail_outgrown(request)
         return 0                           # gone; its place is the next one's
 
 # %% ../../nbs/02_scheduler.ipynb #f50f314d
@@ -144,6 +141,9 @@ class WaitingPass(SchedulerBase):
                 break       # it stays at the head of waiting, whole, for a later step
             num_new_tokens = min(num_new_tokens, step.budget)
             if kv.allocate_slots(request, num_new_tokens, hits, config.scheduler_reserve_full_isl) is None:
+                if kv.num_blocks_for(request.num_tokens) > kv.num_usable_blocks and not request.num_output_placeholders:
+                    self._fail_outgrown(request)     # preempted, and a token that was in flight then made it too large
+                    continue
                 break       # it stays at the head of waiting until blocks are freed
             self._admit(step, request, num_new_tokens, num_hit_tokens)
 

@@ -84,6 +84,13 @@ class SchedulerBase:
         self._free_request(request, RequestStatus.FINISHED_ERROR)
         self._error_outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=error))
 
+    def _fail_outgrown(self, request: Request) -> None:
+        "End a request whose own tokens need more blocks than there are."
+        kv = self.kv_cache_manager
+        self._fail_request(
+            request, f"request {request.request_id} has {request.num_tokens} tokens and needs "
+            f"{kv.num_blocks_for(request.num_tokens)} KV blocks of {kv.block_size}, the pool has {kv.num_usable_blocks}")
+
     def get_request_counts(self) -> tuple[int, int]: return len(self.running), len(self.waiting)
 
     def get_num_unfinished_requests(self) -> int: return len(self.running) + len(self.waiting)

@@ -6,9 +6,9 @@
 __all__ = ['EngineDeadError', 'EngineCoreClient', 'ChildProcess', 'BackgroundResources', 'SyncMPClient', 'InprocClient']
 
 # %% ../../nbs/01b_core_client.ipynb #ca9da754
-import itertools, os, shutil, signal, socket, subprocess, sys, tempfile, threading, time, traceback, weakref
+import itertools, os, queue, shutil, signal, socket, subprocess, sys, tempfile, threading, time, traceback, weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec, zmq
 
@@ -108,9 +108,11 @@ class BackgroundResources:
         self.output_socket, self.output_address = _bind(self.ctx, zmq.PULL, self.directory, "output")
         self.wakeup, self._wakeup_end = socket.socketpair()   # any thread may write a byte here to wake the I/O thread
         self.wakeup.setblocking(False)
-        self.outbox, self.outputs, self.utilities = deque(), deque(), {}
+        # No lock of Python's guards these: a KeyboardInterrupt between taking one and entering its block would leave it taken, and the
+        # I/O thread waiting for it for ever. Each use below is one call into C, which is done or not done.
+        self.outbox, self.outputs = deque(), queue.SimpleQueue()
+        self.utilities: dict[int, queue.SimpleQueue] = {}
         self.dead_reason: str | None = None
-        self.changed = threading.Condition()    # guards the three and dead_reason; its lock may be taken again by its holder
 
     def start(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type) -> EngineCoreReadyResponse:
         "Starts the child and shakes hands with it. RuntimeError, with the child's own reason, if that fails."
@@ -151,14 +153,14 @@ class BackgroundResources:
 
     def check_alive(self):
         if self.dead_reason is not None: raise EngineDeadError(self.dead_reason)
+        if os.getpid() != self.owner:   # threads are not forked: nobody here sends or receives
+            raise EngineDeadError(f"The engine belongs to process {self.owner}; this is a fork of it, {os.getpid()}. Make a new one here.")
 
     def declare_dead(self, reason: str):
         "The first reason stays; everyone who waits is woken with it."
-        with self.changed:
-            if self.dead_reason is None: self.dead_reason = reason
-            futures, self.utilities = list(self.utilities.values()), {}
-            self.changed.notify_all()
-        for f in futures: f.set_exception(EngineDeadError(self.dead_reason))
+        if self.dead_reason is None: self.dead_reason = reason
+        self.outputs.put(None)          # each waiter that meets it puts it back for the next
+        while self.utilities: self.utilities.popitem()[1].put(None)
 
     def _run_io(self):
         "I/O thread: the only one to touch the sockets. Sends the outbox, sorts the mail, looks after the child."
@@ -181,20 +183,16 @@ class BackgroundResources:
         if frames[0] == b"ENGINE_CORE_DEAD": return self.declare_dead(f"The engine core died of an error:\n{frames[1].decode()}")
         outputs = msgspec.msgpack.decode(frames[0], type=EngineCoreOutputs)
         answer = outputs.utility_output
-        with self.changed:
-            if answer is None:
-                self.outputs.append(outputs)
-                self.changed.notify()
-                return
-            future = self.utilities.pop(answer.call_id, None)
-        if future is None: return    # its caller was told of our death meanwhile
-        if answer.failure_message is None: future.set_result(answer.result)
-        else: future.set_exception(RuntimeError(answer.failure_message))
+        if answer is None: self.outputs.put(outputs)
+        elif (mailbox := self.utilities.pop(answer.call_id, None)) is not None: mailbox.put(answer)
 
     def close(self):
-        "Gives everything back, in a few seconds at most. In a fork of the process that started it, it does nothing."
+        """Gives everything back, in a few seconds at most. A second call does what an interrupt kept the first from doing.
+
+        In a fork of the process that started it, it does nothing."""
         if os.getpid() != self.owner: return
         self.declare_dead("The engine was shut down.")
+        if self.child is not None and self.child.process.poll() is None: self.child.process.terminate()
         self._wake()
         if self.thread is None: self.ctx.destroy(linger=0)
         elif self.thread is not threading.current_thread(): self.thread.join(5)
@@ -217,9 +215,9 @@ class SyncMPClient(EngineCoreClient):
 
     def get_output(self) -> EngineCoreOutputs:
         r = self.resources
-        with r.changed:
-            while not r.outputs and r.dead_reason is None: r.changed.wait(1)
-            if r.outputs: return r.outputs.popleft()
+        if os.getpid() != r.owner: r.check_alive()
+        if (outputs := r.outputs.get()) is not None: return outputs
+        r.outputs.put(None)
         raise EngineDeadError(r.dead_reason)
 
     def add_request(self, request: EngineCoreRequest): self._send(EngineCoreRequestType.ADD, request)
@@ -230,14 +228,20 @@ class SyncMPClient(EngineCoreClient):
     def _send(self, kind: EngineCoreRequestType, message): self.resources.post(kind.value, msgspec.msgpack.encode(message))
 
     def call_utility(self, method: str, *args):
-        call_id, future = next(self._call_ids), Future()
-        with self.resources.changed:
-            self.resources.check_alive()
-            self.resources.utilities[call_id] = future
-        self._send(EngineCoreRequestType.UTILITY, (call_id, method, args))
-        return future.result()
+        call_id, mailbox, r = next(self._call_ids), queue.SimpleQueue(), self.resources
+        r.utilities[call_id] = mailbox     # first entered, then checked: who declares us dead in between finds it
+        try: self._send(EngineCoreRequestType.UTILITY, (call_id, method, args))
+        except BaseException:
+            r.utilities.pop(call_id, None)
+            raise
+        answer = mailbox.get()
+        if answer is None: raise EngineDeadError(r.dead_reason)
+        if answer.failure_message is not None: raise RuntimeError(answer.failure_message)
+        return answer.result
 
-    def shutdown(self): self._finalizer()
+    def shutdown(self):
+        self.resources.close()
+        self._finalizer.detach()
 
 # %% ../../nbs/01b_core_client.ipynb #e79b0713
 class InprocClient(EngineCoreClient):

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['ParsedPrompt', 'parse_prompt', 'plain_ids', 'get_tokenizer', 'PromptLimits', 'check_params', 'complete_params',
-           'InputProcessor']
+           'checked_for_the_wire', 'InputProcessor']
 
 # %% ../../nbs/01d_input_processor.ipynb #58c7f32f
 import operator, time, uuid
 from dataclasses import dataclass
+
+import msgspec
 
 from ..config import ModelConfig, VllmConfig
 from ..messages import EngineCoreReadyResponse, EngineCoreRequest
@@ -128,6 +130,14 @@ def complete_params(params: SamplingParams, prompt_len: int, limits: PromptLimit
     return params
 
 # %% ../../nbs/01d_input_processor.ipynb #933aa72a
+def checked_for_the_wire(request: EngineCoreRequest) -> EngineCoreRequest:
+    "The request itself; TypeError, with the field, for one that the core could not read."
+    try: msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as e:
+        raise TypeError(f"the request can't be sent to the core: {e}") from None
+    return request
+
+# %% ../../nbs/01d_input_processor.ipynb #51e1ebb0
 class InputProcessor:
     "Everything that happens to a request before the queue (vllm/v1/engine/input_processor.py)."
     def __init__(self, vllm_config: VllmConfig, tokenizer, ready: EngineCoreReadyResponse):
@@ -149,8 +159,9 @@ class InputProcessor:
         self.limits.check(ids)
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         params = complete_params(params, len(ids), self.limits, self.generation_config_fields, eos)
-        return EngineCoreRequest(self.internal_id(request_id), ids, params, time.time() if arrival_time is None else arrival_time,
-                                 cache_salt=parsed.cache_salt, priority=priority, external_req_id=request_id)
+        return checked_for_the_wire(EngineCoreRequest(
+            self.internal_id(request_id), ids, params, time.time() if arrival_time is None else arrival_time,
+            cache_salt=parsed.cache_salt, priority=priority, external_req_id=request_id))
 
     def _token_ids(self, parsed: ParsedPrompt) -> list[int]:
         if parsed.prompt_token_ids is not None: return plain_ids(parsed.prompt_token_ids)
