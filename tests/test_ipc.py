@@ -171,10 +171,13 @@ def test_a_duplicate_id_is_refused_and_the_engine_goes_on(make, mp):
     assert tokens == expected(1, 1, 50) and len(errors) == 1 and "twin" in errors[0]
 
 
-def test_unreadable_messages_are_dropped(make):
+def test_unreadable_messages_hurt_nobody(make):
+    "Where the id can be read its owner is told; the rest is logged and dropped."
     client = make()
     for frames in ([b"\x00", b"\xc1"], [b"\x00", msgspec.msgpack.encode(["id", "no ids"])], [b"\x77", b"x"], [b"\x00"], [b"\x03", b"\xc1"]):
         client.resources.post(*frames)
+    [told] = client.get_output().outputs
+    assert told.request_id == "id" and told.finish_reason is FinishReason.ERROR and "Expected `array`" in told.error
     client.add_request(make_request("a", [1]))
     assert collect(client, ["a"])[0] == {"a": expected(1, 1, 4)}
 

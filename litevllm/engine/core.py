@@ -81,6 +81,7 @@ def check_request(request: EngineCoreRequest, model: ModelConfig):
     if len(ids) >= model.max_model_len:
         raise RequestRefused(f"{name}: the prompt has {len(ids)} tokens, max_model_len {model.max_model_len} leaves no room for an answer")
     for what, ids in (("the prompt", ids), ("stop_token_ids", request.sampling_params.stop_token_ids)):
+        if any(type(i) is not int for i in ids): raise RequestRefused(f"{name}: {what} has ids that are no integers")
         if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
             raise RequestRefused(f"{name}: {what} has ids from {min(ids)} to {max(ids)}, the vocabulary has {model.vocab_size}")
 
