@@ -288,7 +288,9 @@ def run_engine_core(input_address: str, directory: str) -> int:
 
 def run_until_told(core: EngineCoreProc, ctx: zmq.Context) -> int:
     "Runs the busy loop until SIGTERM (0) or an error (1), which goes to the front process as the engine's last words."
-    def stop(signum, frame): raise SystemExit
+    def stop(signum, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)   # told once is enough: a second one must not interrupt the clean-up
+        raise SystemExit
     signal.signal(signal.SIGTERM, stop)
     gc.collect()
     gc.freeze()    # weights and code are here to stay: the collector need not visit them again
