@@ -1,5 +1,6 @@
 """Shared by all tests. One thread per process unless told otherwise: the test machine has two cores and most tests start processes."""
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import pytest  # noqa: E402
+
+signal.signal(signal.SIGINT, signal.default_int_handler)   # started as a shell's background job we would ignore it, and the Ctrl-C tests' children too
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -75,6 +75,7 @@ def run(notebooks: list[Path], limit: float = 180, workers: int = 2, root: Path 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell's background job ignores it, and so would the notebooks that try Ctrl-C
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="*", type=Path, default=sorted((ROOT/"nbs").glob("*.ipynb")))
     parser.add_argument("--limit", type=float, default=180, help="seconds for each notebook")
