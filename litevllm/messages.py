@@ -50,6 +50,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None  # prefix-cache hit of the first prefill; sent with the first output
     error: str | None = None              # (not in vLLM) the reason, with finish_reason ERROR
+    new_logprobs: list[tuple[list[int], list[float], list[int]]] | None = None   # a new token: ids (its own first), logprobs, ranks
+    new_prompt_logprobs: list[tuple[list[int], list[float], list[int]]] | None = None   # the same for each prompt token but the first
 
     @property
     def finished(self) -> bool: return self.finish_reason is not None

@@ -59,8 +59,10 @@ class ModelRunnerOutput:
     req_ids: list[str]
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]   # one list a request: [] for a partial prefill chunk, 1 + accepted drafts else
-    logprobs: object | None = None       # acts with the front end's second part
-    prompt_logprobs_dict: dict = field(default_factory=dict)
+    # requests that asked for them only; one (token ids, logprobs, ranks) a token, the chosen (or the prompt's own) token first
+    logprobs: dict[str, list[tuple]] = field(default_factory=dict)
+    prompt_logprobs_dict: dict[str, list[tuple]] = field(default_factory=dict)   # once a request, when its whole prompt is computed
+    errors: dict[str, str] = field(default_factory=dict)   # ★ requests that could get no token, and why; their sampled list is empty
 
 
 @dataclass(slots=True)
