@@ -6,7 +6,7 @@
 __all__ = ['logger', 'LLM']
 
 # %% ../nbs/00_api.ipynb #7b8ed57a
-import contextlib, itertools, signal, threading, weakref
+import itertools, numbers, weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,67 +14,100 @@ from tqdm import tqdm
 
 from .config import EngineArgs
 from .engine.llm_engine import LLMEngine
+from .engine.parallel_sampling import internal_ids
+from .engine.shared_engine import Inbox, SharedEngine, hold_interrupts
 from .logger import init_logger
 from .outputs import RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
+from .stream import RequestStream
 
 # %% ../nbs/00_api.ipynb #4c80ca4c
 logger = init_logger("litevllm.llm")
 
 # %% ../nbs/00_api.ipynb #b1698edd
 def _as_batch(prompts: Any) -> list:
-    "A list of prompts from whatever the user gave: one prompt (text, dict, list of ids) or a sequence of them."
+    "A list of prompts from whatever the user gave: one prompt (text, dict, list or array of ids) or a sequence of them."
     if isinstance(prompts, (str, dict)): return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if hasattr(prompts, "tolist"): prompts = prompts.tolist()   # an array
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise TypeError(f"a prompt is a str, a dict, a list of token ids, or a list of these, got {type(prompts).__name__}")
-    if prompts and all(isinstance(p, int) for p in prompts): return [list(prompts)]
+    if prompts and all(isinstance(p, numbers.Integral) for p in prompts): return [list(prompts)]
     return list(prompts)
 
 # %% ../nbs/00_api.ipynb #2be8cad5
-def _as_params(params: SamplingParams | Sequence[SamplingParams], n: int) -> list[SamplingParams]:
-    "`n` clones that ask for the final output only; ValueError with both numbers where the list has another length."
+def _as_params(params: SamplingParams | Sequence[SamplingParams], n: int, final: bool) -> list[SamplingParams]:
+    "`n` clones, for `final` outputs only or for deltas; ValueError with both numbers where the list has another length."
     if isinstance(params, SamplingParams): params = [params] * n
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}")
     if len(params) != n: raise ValueError(f"{n} prompts, but {len(params)} sampling parameters")
     for p in params:
         if not isinstance(p, SamplingParams): raise TypeError(f"sampling_params must be SamplingParams, got {type(p).__name__}")
     clones = [p.clone() for p in params]
-    for p in clones: p.output_kind = RequestOutputKind.FINAL_ONLY
+    for p in clones:
+        if final: p.output_kind = RequestOutputKind.FINAL_ONLY
+        elif p.output_kind is RequestOutputKind.CUMULATIVE: p.output_kind = RequestOutputKind.DELTA
     return clones
 
 # %% ../nbs/00_api.ipynb #e707d26c
-def _as_conversations(messages: Sequence) -> list[list[dict]]:
-    "A list of conversations from one or several; ValueError for an empty one or a message that is no plain text."
-    batch = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-    for conversation in batch:
-        if not conversation: raise ValueError("a conversation has no messages")
-        for m in conversation:
-            if not isinstance(m, dict) or "role" not in m: raise ValueError(f"a message needs a role and a content, got {m!r}")
-            content = m.get("content")
-            if not isinstance(content, str): raise ValueError(f"the content of a message must be a str, got {content!r}")
-    return batch
+def _content(message: dict, parts: bool) -> str | list[dict]:
+    "The content of a message as one text, or as a list of text `parts`; ValueError for what is no text."
+    content = message.get("content")
+    if content is None and message.get("tool_calls"): content = ""   # an assistant's turn that only calls tools
+    if isinstance(content, str): return [{"type": "text", "text": content}] if parts else content
+    if not isinstance(content, list): raise ValueError(f"the content of a message must be a str or a list of text parts, got {content!r}")
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str): raise ValueError(f"a part of a message must be {{'type': 'text', 'text': ...}}, got {part!r}")
+        texts.append(text)
+    return [{"type": "text", "text": t} for t in texts] if parts else "\n".join(texts)
 
 # %% ../nbs/00_api.ipynb #206008a0
-def _chat_prompt(tokenizer, conversation: list[dict], **kw) -> dict[str, Any]:
-    "The conversation in the template's form: text and ids. ValueError where the template refuses it."
-    try: text = tokenizer.apply_chat_template(conversation, tokenize=False, **kw)
+def _as_conversations(messages: Sequence) -> list[list[dict]]:
+    "A list of conversations from one or several."
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TypeError(f"messages must be a list of messages or a list of such lists, got {type(messages).__name__}")
+    return [messages] if messages and isinstance(messages[0], dict) else list(messages)
+
+
+def _conversation(messages: Sequence, parts: bool) -> list[dict]:
+    "One conversation with its contents in order; ValueError for an empty one or for a message without a role."
+    if not isinstance(messages, Sequence) or not messages: raise ValueError("a conversation has no messages")
+    for m in messages:
+        if not isinstance(m, dict) or "role" not in m: raise ValueError(f"a message needs a role and a content, got {m!r}")
+    return [{**m, "content": _content(m, parts)} for m in messages]
+
+# %% ../nbs/00_api.ipynb #d55d35f8
+def _chat_text(tokenizer, conversation: list[dict], **kw) -> str:
+    "The conversation in the template's form. ValueError where the template refuses it."
+    try: return tokenizer.apply_chat_template(conversation, tokenize=False, **kw)
     except Exception as e: raise ValueError(f"the chat template refuses the conversation: {e}") from e   # Jinja's own errors, mostly
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 # %% ../nbs/00_api.ipynb #43187da7
 class LLM:
     """A model that answers lists of prompts (vllm/entrypoints/llm.py).
 
     `model`: a local directory, a GGUF file or a hub name. The rest: as in `EngineArgs`; TypeError for an unknown argument."""
-    def __init__(self, model: str, **engine_args):
-        self._engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
-        self._close = weakref.finalize(self, self._engine.close)   # runs on del and at exit too
-        self._ids = itertools.count()
-        self._lock = threading.Lock()   # one generate() at a time: they would take each other's outputs
+    def __init__(self, model: str, **engine_args): self._start(LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args)))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+        "The same from an `EngineArgs` object."
+        if not isinstance(engine_args, EngineArgs): raise TypeError(f"engine_args must be EngineArgs, got {type(engine_args).__name__}")
+        llm = cls.__new__(cls)
+        llm._start(LLMEngine.from_engine_args(engine_args))
+        return llm
+
+    def _start(self, engine: LLMEngine):
+        self._shared = SharedEngine(engine)
+        self._close = weakref.finalize(self, self._shared.close)   # runs on del and at exit too
+        self._ids = map(str, itertools.count())
 
     def close(self):
-        "Ends the child process and gives everything back; a second call does what Ctrl-C kept the first from doing."
+        "Ends the child process and gives everything back, whoever waits for outputs; a second call does what Ctrl-C kept the first from doing."
         self._close()
-        self._engine.close()
+        self._shared.close()
 
     def __enter__(self) -> "LLM": return self
 
@@ -84,7 +117,7 @@ class LLM:
     def llm_engine(self) -> LLMEngine:
         "The engine; RuntimeError once closed."
         if not self._close.alive: raise RuntimeError("this LLM is closed: its engine is gone, make a new one")
-        return self._engine
+        return self._shared.engine
 
     def get_tokenizer(self):
         "The tokenizer, or None with skip_tokenizer_init."
@@ -102,85 +135,138 @@ class LLM:
         prompts: Any,                                                              # str, dict, list of ids, or a list of these
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,  # None: the model's defaults
         use_tqdm: bool | Callable[..., Any] = True,                                # a progress bar, or what makes one
+        *,
+        lora_request: None = None,                                                 # adapters are not offered
         priority: Sequence[int] | None = None,                                     # one a prompt, lower goes first
+        tokenization_kwargs: dict[str, Any] | None = None,                         # truncate_prompt_tokens, add_special_tokens, ...
     ) -> list[RequestOutput]:                                                      # in the order of the prompts
         "Answers all prompts; ValueError with the prompt's index before anything is submitted, EngineDeadError if the child dies."
-        batch = _as_batch(prompts)
-        params = _as_params(self.get_default_sampling_params() if sampling_params is None else sampling_params, len(batch))
-        with self._lock: return _run(self.llm_engine, self._validated(batch, params, priority), use_tqdm)
+        call = self._call(prompts, sampling_params, priority, tokenization_kwargs, lora_request, final=True)
+        requests = [_request(self.llm_engine, *one) for one in call]
+        return _run(self._shared, requests, use_tqdm)
+
+    def stream(self,
+        prompts: Any,                                                              # these four as in generate()
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> RequestStream:                                                            # of deltas, in the order in which they come
+        "★ Answers all prompts piece by piece. A bad prompt's only output has the finish_reason \"error\"; the others go on."
+        call = list(self._call(prompts, sampling_params, priority, tokenization_kwargs, None, final=False))
+        stream = RequestStream(self._shared, self, [request_id for request_id, *_ in call])
+        with hold_interrupts() as interrupts:
+            try:
+                for one in call:
+                    try: request = _request(self.llm_engine, *one)
+                    except (ValueError, TypeError) as e: stream.refuse(one[0], one[2], e)
+                    else: stream.submit(*request)
+                    interrupts.deliver()
+            except BaseException:
+                stream.close()
+                raise
+        return stream
 
     def chat(self,
-        messages: Sequence,                    # a list of {"role", "content"}, or a list of such lists
+        messages: Sequence,                          # a list of {"role", "content"}, or a list of such lists
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        chat_template: str | None = None,      # Jinja; None: the tokenizer's own
-        add_generation_prompt: bool = True,    # ask for the assistant's turn
-        continue_final_message: bool = False,  # or go on with the last message
+        lora_request: None = None,
+        chat_template: str | None = None,            # Jinja; None: the tokenizer's own
+        chat_template_content_format: str = "auto",  # "string" and "auto": contents are texts; "openai": lists of parts
+        add_generation_prompt: bool = True,          # ask for the assistant's turn
+        continue_final_message: bool = False,        # or go on with the last message
+        tools: list[dict] | None = None,             # for the template to describe
+        chat_template_kwargs: dict[str, Any] | None = None,   # further variables of the template
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        "Answers conversations; ValueError where there is no template."
+        "Answers conversations; ValueError where there is no template, or with a bad conversation's index."
+        prompts = self._chat_prompts(messages, chat_template, chat_template_content_format, add_generation_prompt,
+                                     continue_final_message, tools, chat_template_kwargs)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request,
+                             tokenization_kwargs={"add_special_tokens": False} | (tokenization_kwargs or {}))
+
+    def stream_chat(self, messages: Sequence, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                    chat_template: str | None = None, chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
+                    continue_final_message: bool = False, tools: list[dict] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
+                    tokenization_kwargs: dict[str, Any] | None = None) -> RequestStream:
+        "★ Answers conversations piece by piece: to chat() what stream() is to generate()."
+        prompts = self._chat_prompts(messages, chat_template, chat_template_content_format, add_generation_prompt,
+                                     continue_final_message, tools, chat_template_kwargs)
+        return self.stream(prompts, sampling_params, tokenization_kwargs={"add_special_tokens": False} | (tokenization_kwargs or {}))
+
+    def _call(self, prompts: Any, params: Any, priority: Sequence[int] | None, tokenization_kwargs: dict | None, lora_request: Any, final: bool):
+        "The arguments of `_request` for each prompt; an error where the call as a whole is wrong."
+        if lora_request is not None: raise ValueError("lora_request: litevllm has no LoRA adapters")
+        batch = _as_batch(prompts)
+        params = _as_params(self.get_default_sampling_params() if params is None else params, len(batch), final)
+        if priority is not None and len(priority) != len(batch): raise ValueError(f"{len(batch)} prompts, but {len(priority)} priorities")
+        if priority is not None and self.llm_engine.vllm_config.scheduler_config.policy != "priority":
+            raise ValueError("priority=... needs an engine with scheduling_policy='priority'")
+        for i, (prompt, p) in enumerate(zip(batch, params)):
+            yield next(self._ids), f"prompt {i} of {len(batch)}", prompt, p, priority[i] if priority else 0, tokenization_kwargs
+
+    def _chat_prompts(self, messages: Sequence, chat_template: str | None, content_format: str, add_generation_prompt: bool,
+                      continue_final_message: bool, tools: list[dict] | None, chat_template_kwargs: dict[str, Any] | None) -> list[dict]:
+        "Conversations as texts in the template's form."
         tokenizer = self.get_tokenizer()
         if tokenizer is None: raise ValueError("chat() needs the tokenizer: it can't be used with skip_tokenizer_init=True")
         if chat_template is None and not tokenizer.chat_template:
             raise ValueError("chat() needs a chat template: the tokenizer has none, give chat_template=...")
         if add_generation_prompt and continue_final_message:
             raise ValueError("add_generation_prompt=True and continue_final_message=True contradict each other")
-        prompts = [_chat_prompt(tokenizer, c, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-                                continue_final_message=continue_final_message) for c in _as_conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm)
-
-    def _validated(self, batch: list, params: list[SamplingParams], priority: Sequence[int] | None) -> list[tuple]:
-        "One tuple of add_request() arguments per prompt, all of them known to be good."
-        engine, n = self.llm_engine, len(batch)
-        if priority is not None and len(priority) != n: raise ValueError(f"{n} prompts, but {len(priority)} priorities")
-        if priority is not None and engine.vllm_config.scheduler_config.policy != "priority":
-            raise ValueError("priority=... needs an engine with scheduling_policy='priority'")
-        return [_request(engine, str(next(self._ids)), i, n, p, sp, priority[i] if priority else 0)
-                for i, (p, sp) in enumerate(zip(batch, params))]
+        if content_format not in ("auto", "string", "openai"):
+            raise ValueError(f"chat_template_content_format must be 'auto', 'string' or 'openai', got {content_format!r}")
+        kw = dict(chat_template=chat_template, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                  tools=tools) | (chat_template_kwargs or {})
+        conversations, prompts = _as_conversations(messages), []
+        for i, c in enumerate(conversations):
+            try: prompts.append({"prompt": _chat_text(tokenizer, _conversation(c, content_format == "openai"), **kw)})
+            except ValueError as e: raise _with_place(e, f"conversation {i} of {len(conversations)}", len(conversations) > 1) from e
+        return prompts
 
 # %% ../nbs/00_api.ipynb #f865d5f9
-def _request(engine: LLMEngine, request_id: str, i: int, n: int, prompt: Any, params: SamplingParams, priority: int) -> tuple:
-    "The arguments of add_request(); an error says which of `n` prompts it is about."
-    try: core_request = engine.input_processor.process_inputs(request_id, prompt, params, priority=priority)
-    except (ValueError, TypeError) as e:
-        if n == 1: raise
-        raise (TypeError if isinstance(e, TypeError) else ValueError)(f"prompt {i} of {n}: {e}") from e
+def _with_place(e: Exception, place: str, several: bool = True) -> Exception:
+    "The error with the place in the list that it is about, where there are several."
+    return (TypeError if isinstance(e, TypeError) else ValueError)(f"{place}: {e}") if several else e
+
+
+def _request(engine: LLMEngine, request_id: str, place: str, prompt: Any, params: SamplingParams, priority: int,
+             tokenization_kwargs: dict[str, Any] | None) -> tuple:
+    "The arguments of add_request(); an error says at which `place` in the list the prompt was."
+    kw = {} if tokenization_kwargs is None else {"tokenization_kwargs": tokenization_kwargs}
+    try: core_request = engine.input_processor.process_inputs(request_id, prompt, params, priority=priority, **kw)
+    except (ValueError, TypeError) as e: raise _with_place(e, place, not place.endswith(" of 1")) from e
     text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
     return request_id, core_request, params, text
 
 # %% ../nbs/00_api.ipynb #ccd4b850
-def _run(engine: LLMEngine, requests: list[tuple], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+def _run(shared: SharedEngine, requests: list[tuple], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
     "Submits all, consumes until all are finished; on any exception nothing of them stays in the engine."
-    done: dict[str, RequestOutput] = {}
-    ids, internal_ids = [r[0] for r in requests], [r[1].request_id for r in requests]
-    progress = _Progress(use_tqdm, len(ids))
-    try:
-        for request_id, core_request, params, text in requests:
-            with _hold_interrupts(): engine.add_request(request_id, core_request, params, prompt_text=text)
-        while len(done) < len(ids):
-            for out in engine.step():
-                if not out.finished: continue
-                done[out.request_id] = out
-                progress.update(out)
-                if out.error: logger.warning("request %s: %s", out.request_id, out.error)
-    except BaseException:
-        with _hold_interrupts(), contextlib.suppress(Exception): engine.abort_request(internal_ids, internal=True)
-        raise
-    finally: progress.close()
-    return [done[i] for i in ids]
+    inbox, done = Inbox(), {}
+    progress = _Progress(use_tqdm, len(requests))
+    with hold_interrupts() as interrupts:
+        try:
+            for request in requests:
+                shared.add_request(*request, inbox)
+                interrupts.deliver()
+            while len(done) < len(requests):
+                if not inbox: shared.turn(inbox)
+                while inbox: _take(inbox.popleft(), done, progress)
+                interrupts.deliver()
+        except BaseException:
+            shared.abort([i for _, request, *_ in requests for i in internal_ids(request)])
+            raise
+        finally: progress.close()
+    return [done[request_id] for request_id, *_ in requests]
 
-# %% ../nbs/00_api.ipynb #3ae191ca
-@contextlib.contextmanager
-def _hold_interrupts():
-    "Ctrl-C waits for the end of the block, and acts then. Only the main thread gets any: elsewhere there is nothing to hold."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = []
-    old = signal.signal(signal.SIGINT, lambda *args: held.append(args))
-    try: yield
-    finally:
-        signal.signal(signal.SIGINT, old)
-        if held and callable(old): old(*held[0])
+
+def _take(output: RequestOutput | Exception, done: dict[str, RequestOutput], progress: "_Progress"):
+    if isinstance(output, Exception): raise output
+    if not output.finished: return
+    done[output.request_id] = output
+    progress.update(output)
+    if output.error: logger.warning("request %s: %s", output.request_id, output.error)
 
 # %% ../nbs/00_api.ipynb #0190154d
 class _Progress:

@@ -9,15 +9,20 @@ __all__ = ['CompletionOutput', 'RequestOutput']
 from dataclasses import dataclass
 from typing import Any
 
+from .logprobs import PromptLogprobs, SampleLogprobs
+
 # %% ../nbs/00b_outputs.ipynb #730583a6
-@dataclass
+def _show(output, *names: str) -> str: return f"{type(output).__name__}({', '.join(f'{n}={getattr(output, n)!r}' for n in names)})"
+
+# %% ../nbs/00b_outputs.ipynb #76d997f5
+@dataclass(repr=False)
 class CompletionOutput:
     "One answer (vllm/outputs.py)."
     index: int                            # among the answers to the request
     text: str
     token_ids: list[int]                  # of the output only; the stopping token included
     cumulative_logprob: float | None      # sum over the sampled tokens
-    logprobs: list | None
+    logprobs: SampleLogprobs | None       # an entry for each of token_ids; None if not asked for
     routed_experts: Any = None
     finish_reason: str | None = None      # None while it goes on
     stop_reason: int | str | None = None  # the stop string, or the stop token's id
@@ -25,14 +30,25 @@ class CompletionOutput:
 
     def finished(self) -> bool: return self.finish_reason is not None
 
-# %% ../nbs/00b_outputs.ipynb #76d997f5
-@dataclass
+    def add(self, later: "CompletionOutput"):
+        "Append the next delta of the same answer."
+        self.text += later.text
+        self.token_ids = [*self.token_ids, *later.token_ids]
+        if self.logprobs is None: self.logprobs = later.logprobs
+        elif later.logprobs is not None: self.logprobs.extend(later.logprobs)
+        self.cumulative_logprob, self.finish_reason, self.stop_reason = later.cumulative_logprob, later.finish_reason, later.stop_reason
+
+    def __repr__(self) -> str:
+        return _show(self, "index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason")
+
+# %% ../nbs/00b_outputs.ipynb #b973a8e6
+@dataclass(repr=False)
 class RequestOutput:
     "What is known of a request so far (vllm/outputs.py)."
     request_id: str                          # the id that the caller gave
     prompt: str | None                       # None for a prompt of token ids
     prompt_token_ids: list[int] | None
-    prompt_logprobs: list | None
+    prompt_logprobs: PromptLogprobs | None   # an entry for each of prompt_token_ids, the first None; None if not asked for
     outputs: list[CompletionOutput]
     finished: bool                           # every answer is
     metrics: Any = None
@@ -42,3 +58,18 @@ class RequestOutput:
     num_cached_tokens: int | None = None     # prompt tokens found in the prefix cache
     kv_transfer_params: dict[str, Any] | None = None
     error: str | None = None                 # ★ why it could not go on, with finish_reason "error"
+
+    def add(self, next_output: "RequestOutput", aggregate: bool):
+        "Merge a later output of the same request into this one: `aggregate` deltas, else the later one holds all of it (vllm/outputs.py)."
+        self.finished |= next_output.finished
+        for name in ("prompt_logprobs", "num_cached_tokens", "kv_transfer_params", "error"):
+            if (value := getattr(next_output, name)) is not None: setattr(self, name, value)
+        mine = {c.index: c for c in self.outputs}
+        for later in next_output.outputs:
+            if aggregate and later.index in mine: mine[later.index].add(later)
+            else: mine[later.index] = later
+        self.outputs = [mine[i] for i in sorted(mine)]
+
+    def __repr__(self) -> str:
+        names = ["request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "num_cached_tokens"]
+        return _show(self, *names, *["error"] * (self.error is not None))

@@ -6,18 +6,22 @@
 __all__ = ['logger', 'SamplingType', 'RequestOutputKind', 'SamplingParams']
 
 # %% ../nbs/00a_sampling_params.ipynb #abe0e832
-import copy, enum, math
+import copy, enum
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from .checks import as_bool, as_float, as_ids, as_int, as_text, as_texts, wrong_type
 from .logger import init_logger
 
 # %% ../nbs/00a_sampling_params.ipynb #acc46c58
 logger = init_logger("litevllm.sampling_params")
 _SAMPLING_EPS = 1e-5   # below it, a temperature means greedy
 _MIN_TEMP = 1e-2       # a positive temperature below this would overflow logits / temperature
+_MAX_N = 16384         # outputs of one prompt; vLLM's limit
+_MAX_LOGPROB_IDS = 128 # entries of logprob_token_ids; vLLM's limit
+_LEAST, _MOST = 1e-37, 1e37   # float32, in which logits are computed, holds what lies between, with some room
 
 
 class SamplingType(enum.IntEnum):
@@ -35,45 +39,81 @@ class RequestOutputKind(enum.Enum):
 
 # %% ../nbs/00a_sampling_params.ipynb #8996812e
 _RULES = (   # field, type, what must hold, in words
-    ("n", int, lambda v: v >= 1, "at least 1"),
-    ("presence_penalty", float, lambda v: -2 <= v <= 2, "in [-2, 2]"),
-    ("frequency_penalty", float, lambda v: -2 <= v <= 2, "in [-2, 2]"),
-    ("repetition_penalty", float, lambda v: 0 < v < math.inf, "greater than 0"),
-    ("temperature", float, lambda v: 0 <= v < math.inf, "0 (greedy) or a positive number"),
-    ("top_p", float, lambda v: 0 < v <= 1, "in (0, 1]"),
-    ("top_k", int, lambda v: v >= -1, "0 or -1 (off), or at least 1"),
-    ("min_p", float, lambda v: 0 <= v <= 1, "in [0, 1]"),
-    ("seed", int, lambda v: True, "an integer"),
-    ("max_tokens", int, lambda v: v >= 1, "at least 1"),
-    ("min_tokens", int, lambda v: v >= 0, "at least 0"),
-    ("logprobs", int, lambda v: v >= -1, "at least 0, or -1 for the whole vocabulary"),
-    ("prompt_logprobs", int, lambda v: v >= -1, "at least 0, or -1 for the whole vocabulary"),
+    ("n", as_int, lambda v: 1 <= v <= _MAX_N, f"from 1 to {_MAX_N}"),
+    ("presence_penalty", as_float, lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    ("frequency_penalty", as_float, lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    ("repetition_penalty", as_float, lambda v: _LEAST < v < _MOST, "greater than 0, and not infinite as a float32"),
+    ("temperature", as_float, lambda v: 0 <= v < _MOST, "0 (greedy) or a positive number, not infinite as a float32"),
+    ("top_p", as_float, lambda v: 0 < v <= 1, "in (0, 1]"),
+    ("top_k", as_int, lambda v: v >= -1, "0 or -1 (off), or at least 1"),
+    ("min_p", as_float, lambda v: 0 <= v <= 1, "in [0, 1]"),
+    ("seed", as_int, lambda v: -2**63 <= v < 2**63, "an integer of 64 bits"),
+    ("max_tokens", as_int, lambda v: v >= 1, "at least 1"),
+    ("min_tokens", as_int, lambda v: v >= 0, "at least 0"),
+    ("logprobs", as_int, lambda v: v >= -1, "at least 0, or -1 for the whole vocabulary"),
+    ("prompt_logprobs", as_int, lambda v: v >= -1, "at least 0, or -1 for the whole vocabulary"),
 )
 _OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}   # None: not asked for
+_FLAGS = ("ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+          "skip_clone")
 
 # %% ../nbs/00a_sampling_params.ipynb #67281f0e
 def _check_numbers(params: "SamplingParams"):
-    "Each number in its range: TypeError for a wrong type, ValueError with the value for a wrong number."
-    for name, kind, holds, words in _RULES:
+    "Each number plain and in its range: TypeError for a wrong type, ValueError with the value for a wrong number."
+    for name, as_kind, holds, words in _RULES:
         value = getattr(params, name)
         if value is None and name in _OPTIONAL: continue
-        if not isinstance(value, (int, float) if kind is float else int):
-            a_kind = "a number" if kind is float else "an integer"
-            raise TypeError(f"{name} must be {a_kind}, got {value!r} ({type(value).__name__})")
-        if not holds(value): raise ValueError(f"{name} must be {words}, got {value}")
+        plain = as_kind(name, value)
+        if not holds(plain): raise ValueError(f"{name} must be {words}, got {value}")
+        if plain is not value: setattr(params, name, plain)
+    if params.seed == -1: params.seed = None
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} is more than max_tokens={params.max_tokens}")
+    _check_seeds(params.seed, params.n)
+
+
+def _check_seeds(seed: int | None, n: int):
+    "The n outputs have the seeds seed, seed+1, ...: each of 64 bits, and none of them -1, which means no seed."
+    if seed is None or n == 1: return
+    if seed + n - 1 >= 2**63: raise ValueError(f"seed={seed} with n={n}: the last output's seed, {seed + n - 1}, does not fit in 64 bits")
+    if seed < 0 <= seed + n: raise ValueError(f"seed={seed} with n={n}: the outputs' seeds would pass -1, which means no seed")
 
 # %% ../nbs/00a_sampling_params.ipynb #f26b84d9
-def _check_stops(params: "SamplingParams"):
-    "Stop strings, stop ids and bad words: types, no empty string, and text only where there will be text."
-    for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int)):
-        values = getattr(params, name)
-        if not isinstance(values, list) or not all(isinstance(v, kind) for v in values):
-            raise ValueError(f"{name} must be a list of {kind.__name__}, got {values!r}")
-        if kind is str and "" in values: raise ValueError(f"{name} holds an empty string: {values!r}")
+def _check_lists(params: "SamplingParams"):
+    "Switches, texts and token ids, each plain and of its type; text only where there will be text."
+    for name in _FLAGS: setattr(params, name, as_bool(name, getattr(params, name)))
+    if not isinstance(params.output_kind, RequestOutputKind): raise wrong_type("output_kind", params.output_kind, "a RequestOutputKind")
+    params.stop = [as_text("stop", params.stop)] if isinstance(params.stop, str) else as_texts("stop", [] if params.stop is None else params.stop)
+    if "" in params.stop: raise ValueError("stop is an empty string")
     if params.stop and not params.detokenize:
         raise ValueError(f"stop={params.stop!r} needs the text: it can't be used with detokenize=False")
+    params.bad_words = as_texts("bad_words", [] if params.bad_words is None else params.bad_words)
+    params.stop_token_ids = as_ids("stop_token_ids", [] if params.stop_token_ids is None else params.stop_token_ids)
+    for name in ("allowed_token_ids", "logprob_token_ids"):
+        if (value := getattr(params, name)) is not None: setattr(params, name, as_ids(name, value))
+    if params.allowed_token_ids == []: raise ValueError("allowed_token_ids is empty: no token would be left to choose")
+    params.logprob_token_ids = params.logprob_token_ids or None
+    params.logit_bias = _plain_bias(params.logit_bias) or None
+    if params.skip_reading_prefix_cache is not None: as_bool("skip_reading_prefix_cache", params.skip_reading_prefix_cache)
+
+
+def _plain_bias(bias: dict | None) -> dict[int, float]:
+    "Token id -> what is added to its logit, each a finite number."
+    if bias is None: return {}
+    if not isinstance(bias, dict): raise wrong_type("logit_bias", bias, "a dict of token ids and numbers")
+    plain = {as_int("a key of logit_bias", k): as_float(f"logit_bias[{k!r}]", v) for k, v in bias.items()}
+    for k, v in plain.items():
+        if not -_MOST < v < _MOST: raise ValueError(f"logit_bias[{k}] must be a finite number (as a float32), got {v}")
+    return plain
+
+
+def _check_listed_logprobs(params: "SamplingParams"):
+    "logprob_token_ids: not too many, and `logprobs` either unset or their number."
+    if not params.logprob_token_ids: return
+    n = len(params.logprob_token_ids)
+    if n > _MAX_LOGPROB_IDS: raise ValueError(f"logprob_token_ids has {n} entries, and at most {_MAX_LOGPROB_IDS} are allowed")
+    if params.logprobs not in (None, n):
+        raise ValueError(f"logprobs={params.logprobs} with {n} logprob_token_ids: leave logprobs out, or give it their number")
 
 # %% ../nbs/00a_sampling_params.ipynb #adf467c1
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
@@ -119,14 +159,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     repetition_detection: Any = None
 
     def __post_init__(self):
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.bad_words = list(self.bad_words or [])
-        if self.seed == -1: self.seed = None
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True: setattr(self, name, 1)
+        for name in ("logprobs", "prompt_logprobs"):   # True: the likeliest one, False: none
+            if isinstance(getattr(self, name), bool): setattr(self, name, 1 if getattr(self, name) else None)
         _check_numbers(self)
-        _check_stops(self)
+        _check_lists(self)
+        _check_listed_logprobs(self)
         if 0 < self.temperature < _MIN_TEMP:
             logger.warning("temperature %s is raised to %s: dividing by less overflows", self.temperature, _MIN_TEMP)
             self.temperature = _MIN_TEMP
@@ -149,6 +186,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     @property
     def all_stop_token_ids(self) -> set[int]: return self._all_stop_token_ids
 
+    @property
+    def bad_words_token_ids(self) -> list[list[int]] | None:
+        "Token sequences that must not be completed; set by `update_from_tokenizer`, None without bad words."
+        return self._bad_words_token_ids
+
+    @property
+    def num_logprobs(self) -> int | None:
+        "Log-probabilities per output token besides the chosen token's: `logprobs`, or the number of listed ids; None: not asked for."
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
     def clone(self) -> "SamplingParams":
         "A copy that shares nothing, or a shallow one with `skip_clone`."
         return copy.copy(self) if self.skip_clone else copy.deepcopy(self)
@@ -156,6 +203,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     def update_from_generation_config(self, generation_config: dict[str, Any], eos_token_id: int | None = None):
         "Take over the model's end tokens; `generation_config` is the model's generation_config.json."
         _add_eos(self, generation_config.get("eos_token_id"), eos_token_id)
+
+    def update_from_tokenizer(self, tokenizer):
+        "Spell `bad_words` in tokens, in every way that the tokenizer has; ValueError for a word without tokens."
+        self._bad_words_token_ids = _spellings(tokenizer, self.bad_words) if self.bad_words else None
 
     def refuse_unsupported(self):
         "ValueError naming each field that is set and does not act in this version."
@@ -174,11 +225,27 @@ def _add_eos(params: SamplingParams, listed: int | list[int] | None, eos_token_i
     params.stop_token_ids = sorted(ids.union(params.stop_token_ids))
 
 # %% ../nbs/00a_sampling_params.ipynb #c09d1c86
+_BEFORE = ("", "\n", ".", "a")   # what a word may follow
+
+
+def _spellings(tokenizer, words: list[str]) -> list[list[int]]:
+    "The distinct ways to write `words` in tokens: alone, after a space, after other text; ValueError for a word that has none."
+    asked = [(word, before, before + space + word.lstrip()) for word in words if word.strip() for before in _BEFORE for space in ("", " ")]
+    asked += [(word, before, before + word) for word in words if not word.strip() for before in _BEFORE]   # a bad word may be all spaces
+    # in one call, because most of the time is the call's
+    ids = tokenizer([*_BEFORE, *(text for _, _, text in asked)], add_special_tokens=False)["input_ids"]
+    start, found = dict(zip(_BEFORE, ids)), {word: [] for word in words}
+    for (word, before, _), tokens in zip(asked, ids[len(_BEFORE):]):
+        n = len(start[before])
+        # where one token holds the end of `before` and the beginning of the word, there is nothing to take apart
+        if tokens[:n] == start[before] and tokens[n:] not in [[], *found[word]]: found[word].append(tokens[n:])
+    for word, forms in found.items():
+        if not forms: raise ValueError(f"bad_words: the tokenizer has no tokens for {word!r}")
+    return [list(form) for form in dict.fromkeys(tuple(form) for forms in found.values() for form in forms)]
+
+# %% ../nbs/00a_sampling_params.ipynb #2c25539f
 _NOT_YET = (   # field, its value when unset
-    ("n", 1), ("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0), ("logprobs", None),
-    ("prompt_logprobs", None), ("logprob_token_ids", None), ("flat_logprobs", False), ("spaces_between_special_tokens", True),
-    ("structured_outputs", None), ("logit_bias", None), ("allowed_token_ids", None), ("extra_args", None),
-    ("routed_experts_prompt_start", 0), ("bad_words", []), ("skip_reading_prefix_cache", False), ("thinking_token_budget", None),
+    ("structured_outputs", None), ("extra_args", None), ("routed_experts_prompt_start", 0), ("thinking_token_budget", None),
     ("repetition_detection", None),
 )
 

@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from litevllm import LLM, CompletionOutput, EngineArgs, EngineDeadError, LLMEngine, RequestOutput, SamplingParams
-from litevllm.config import GiB, DeviceFacts, SchedulerConfig, VllmConfig
+from litevllm.config import AsyncEngineArgs, SchedulerConfig, VllmConfig
+from litevllm.facts import DeviceFacts, GiB
+from litevllm.other_args import OtherArgs
 from litevllm.sampling_params import RequestOutputKind, SamplingType
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -27,10 +30,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
     (dict(min_tokens=-1), "got -1"), (dict(min_tokens=17), "min_tokens=17 is more than max_tokens=16"),
     (dict(presence_penalty=2.01), "2.01"), (dict(presence_penalty=-2.01), "-2.01"), (dict(frequency_penalty=2.01), "2.01"),
     (dict(frequency_penalty=-2.01), "-2.01"), (dict(repetition_penalty=0.0), "repetition_penalty"), (dict(repetition_penalty=-1.0), "-1.0"),
-    (dict(temperature=-0.1), "-0.1"), (dict(min_p=-0.1), "-0.1"), (dict(min_p=1.1), "1.1"), (dict(n=0), "n must be at least 1, got 0"),
+    (dict(temperature=-0.1), "-0.1"), (dict(min_p=-0.1), "-0.1"), (dict(min_p=1.1), "1.1"), (dict(n=0), "n must be from 1 to 16384, got 0"), (dict(n=16385), "got 16385"),
     (dict(n=3, temperature=0), "n=3"), (dict(logprobs=-2), "got -2"), (dict(prompt_logprobs=-2), "got -2"),
-    (dict(stop=""), "stop"), (dict(stop=["a", ""]), "stop"), (dict(stop="a", detokenize=False), "detokenize"), (dict(stop=[1]), "stop"),
-    (dict(stop_token_ids=["2"]), "stop_token_ids"), (dict(bad_words=[""]), "bad_words"),
+    (dict(stop=""), "stop"), (dict(stop=["a", ""]), "stop"), (dict(stop="a", detokenize=False), "detokenize"), (dict(bad_words=[""]), "bad_words"),
+    (dict(stop="\ud800"), "stop holds half a surrogate pair at position 0"), (dict(bad_words=["a", "b\udfff"]), "bad_words[1]"),
+    (dict(seed=2**63), str(2**63)), (dict(seed=-2**63 - 1), "seed"), (dict(seed=2**63 - 2, n=3), f"{2**63}, does not fit in 64 bits"),
+    (dict(seed=-2, n=2), "no seed"), (dict(seed=-3, n=3), "no seed"), (dict(allowed_token_ids=[]), "allowed_token_ids is empty"),
+    (dict(logit_bias={1: math.nan}), "logit_bias[1]"), (dict(logit_bias={2: -math.inf}), "logit_bias[2]"), (dict(logit_bias={3: 1e38}), "1e+38"),
+    (dict(temperature=1e38), "1e+38"), (dict(repetition_penalty=1e-40), "1e-40"), (dict(repetition_penalty=1e39), "1e+39"),
+    (dict(temperature=10**400), "temperature is too large"), (dict(logprob_token_ids=list(range(129))), "129 entries, and at most 128"),
+    (dict(logprobs=1, logprob_token_ids=[1, 2]), "logprobs=1 with 2"), (dict(logprobs=-1, logprob_token_ids=[1, 2]), "logprobs=-1 with 2"),
 ])
 def test_out_of_range_is_a_value_error_with_the_number(kw, words):
     with pytest.raises(ValueError) as e: SamplingParams(**kw)
@@ -49,10 +58,68 @@ def test_unknown_arguments_and_wrong_types_are_type_errors_with_the_name(kw):
     with pytest.raises(TypeError, match=next(iter(kw))): SamplingParams(**kw)
 
 
+INTS = ["n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"]
+FLOATS = ["presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"]
+BOOLS = ["ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_clone",
+         "skip_reading_prefix_cache"]
+ID_LISTS = ["stop_token_ids", "logprob_token_ids", "allowed_token_ids"]
+WRONG = ([(name, v) for name in INTS for v in ("3", 3.0, [3], {3}, b"3", np.array([3, 4]), np.float32(3))]
+         + [(name, True) for name in INTS if "logprobs" not in name]
+         + [(name, v) for name in FLOATS for v in ("0.5", True, [0.5], 0.5j, np.array([0.5, 0.5]), None)]
+         + [(name, v) for name in BOOLS for v in (1, 0, "no", "", [], np.int64(1), 1.0)]
+         + [(name, v) for name in ID_LISTS for v in (3, "34", {3, 4}, {3: 4}, [3.0], ["3"], [True], [[3]], np.array([3.5]), np.array(3), b"ab", [None])]
+         + [(name, v) for name in ("stop", "bad_words") for v in (5, 5.0, b"a", {"a"}, {"a": 1}, ["a", 5], [b"a"], [["a"]], [None], True)]
+         + [("bad_words", "ab")]
+         + [("logit_bias", v) for v in ([1], "ab", {"1": 1.0}, {1.0: 1.0}, {True: 1.0}, {1: "1"}, {1: None}, {1: True}, {1: [1.0]}, [(1, 1.0)])]
+         + [("output_kind", v) for v in (0, "DELTA", None)])
+
+
+@pytest.mark.parametrize("name, value", WRONG, ids=lambda v: repr(v)[:30])
+def test_a_wrong_type_is_a_type_error_with_the_name(name, value):
+    with pytest.raises(TypeError, match=name): SamplingParams(**{name: value})
+
+
+def test_numpy_and_tuples_become_plain_python_that_the_wire_carries():
+    import torch
+    np1 = np.int64(1)
+    p = SamplingParams(n=np.int32(2), presence_penalty=np.float32(0.5), temperature=np.float64(0.75), top_p=np1, top_k=np.uint8(7), seed=np1, max_tokens=np1,
+                       min_tokens=np1, logprobs=np.int64(2), prompt_logprobs=torch.tensor(3), ignore_eos=np.True_, detokenize=np.bool_(True),
+                       stop=("a", np.str_("bc")), bad_words=("x",), stop_token_ids=np.array([3, 4]), allowed_token_ids=torch.tensor([5, 6]),
+                       logprob_token_ids=(np1, 2), logit_bias={np.int64(4): np.float32(-0.5), 5: 1})
+    back = msgspec.msgpack.decode(msgspec.msgpack.encode(p), type=SamplingParams)
+    assert back == p == SamplingParams(n=2, presence_penalty=0.5, temperature=0.75, top_p=1.0, top_k=7, seed=1, max_tokens=1, min_tokens=1, logprobs=2,
+        prompt_logprobs=3, ignore_eos=True, stop=["a", "bc"], bad_words=["x"], stop_token_ids=[3, 4], allowed_token_ids=[5, 6], logprob_token_ids=[1, 2],
+        logit_bias={4: -0.5, 5: 1.0})
+    plain = {int, float, str, bool, type(None), SamplingType, RequestOutputKind}
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(p, name)
+        for v in (value if isinstance(value, (list, set)) else [*value, *value.values()] if isinstance(value, dict) else [value]): assert type(v) in plain, name
+    assert SamplingParams(allowed_token_ids=range(3)).allowed_token_ids == [0, 1, 2]
+
+
+def test_what_the_user_does_to_a_list_afterwards_is_no_longer_ours():
+    stop, ids, bias = ["a"], [1], {1: 1.0}
+    p = SamplingParams(stop=stop, stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias)
+    stop.append(""), ids.append("x"), bias.clear()
+    assert (p.stop, p.stop_token_ids, p.allowed_token_ids, p.logit_bias) == (["a"], [1], [1], {1: 1.0})
+
+
+def test_what_says_nothing_is_none():
+    p = SamplingParams(logit_bias={}, logprob_token_ids=[], logprobs=False, prompt_logprobs=False, stop=None, stop_token_ids=None, bad_words=None)
+    assert p == SamplingParams() and p.num_logprobs is None
+
+
+@pytest.mark.parametrize("kw, n", [({}, None), (dict(logprobs=0), 0), (dict(logprobs=-1), -1), (dict(logprobs=5), 5), (dict(logprob_token_ids=[4, 5, 6]), 3),
+                                   (dict(logprobs=2, logprob_token_ids=[4, 5]), 2), (dict(logprob_token_ids=list(range(128))), 128)])
+def test_num_logprobs(kw, n): assert SamplingParams(**kw).num_logprobs == n
+
+
 def test_edges_that_are_allowed():
     SamplingParams(top_p=1.0), SamplingParams(top_p=1e-9), SamplingParams(top_k=-1), SamplingParams(top_k=0), SamplingParams(top_k=10**6)
     SamplingParams(presence_penalty=2), SamplingParams(frequency_penalty=-2), SamplingParams(min_tokens=16), SamplingParams(max_tokens=None, min_tokens=99)
-    assert SamplingParams(seed=-1).seed is None and SamplingParams(seed=0).seed == 0
+    assert SamplingParams(seed=-1).seed is None and SamplingParams(seed=0).seed == 0 and SamplingParams(seed=-2**63).seed == -2**63
+    SamplingParams(n=16384), SamplingParams(seed=2**63 - 2, n=2), SamplingParams(seed=-4, n=3), SamplingParams(seed=-1, n=3), SamplingParams(seed=0, n=3)
+    SamplingParams(top_k=2**100), SamplingParams(max_tokens=10**30), SamplingParams(logit_bias={1: -100, 2: 100.0}), SamplingParams(repetition_penalty=1e-3)
     assert SamplingParams(logprobs=True).logprobs == 1 and SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
     assert SamplingParams().max_tokens == 16 and SamplingParams(stop="ab").stop == ["ab"]
 
@@ -107,12 +174,12 @@ def test_end_tokens(listed, eos, kw, expected):
     assert (p.eos_token_id, p.stop_token_ids, p.all_stop_token_ids) == expected
 
 
-INERT = dict(n=2, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=0, prompt_logprobs=0, logprob_token_ids=[1],
-             flat_logprobs=True, spaces_between_special_tokens=False, structured_outputs={"regex": "a"}, logit_bias={1: 1.0}, allowed_token_ids=[1],
-             extra_args={"a": 1}, routed_experts_prompt_start=1, bad_words=["x"], skip_reading_prefix_cache=True, thinking_token_budget=1,
+INERT = dict(structured_outputs={"regex": "a"}, extra_args={"a": 1}, routed_experts_prompt_start=1, thinking_token_budget=1,
              repetition_detection={"min_count": 2})
-ACTING = dict(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=9, min_tokens=1, ignore_eos=True, stop=["a"], stop_token_ids=[1],
-              include_stop_str_in_output=True, skip_special_tokens=False, output_kind=RequestOutputKind.DELTA)
+ACTING = dict(n=2, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=1, prompt_logprobs=0, logprob_token_ids=[1],
+              flat_logprobs=True, spaces_between_special_tokens=False, logit_bias={1: 1.0}, allowed_token_ids=[1], bad_words=["x"],
+              skip_reading_prefix_cache=True, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=9, min_tokens=1, ignore_eos=True,
+              stop=["a"], stop_token_ids=[1], include_stop_str_in_output=True, skip_special_tokens=False, output_kind=RequestOutputKind.DELTA)
 INTERNAL = {"detokenize", "skip_clone", "output_text_buffer_length", "_eos_token_id", "_all_stop_token_ids", "_bad_words_token_ids"}
 
 
@@ -184,7 +251,8 @@ def test_dtype(tiny_llama, tmp_path, asked, device, got):
 
 
 @pytest.mark.parametrize("kw, error, words", [
-    (dict(max_num_seq=1), TypeError, "max_num_seq"), (dict(tensor_parallel_size=2), TypeError, "tensor_parallel_size"),
+    (dict(max_num_seq=1), TypeError, "max_num_seq"), (dict(tensor_parallel_size=2), ValueError, "tensor_parallel_size=2"),
+    (dict(max_logprobs=-2), ValueError, "max_logprobs.*-2"), (dict(seed=2**63), ValueError, "seed"), (dict(max_num_seqs=2**70), ValueError, "max_num_seqs"),
     (dict(speculative_config={"method": "ngram"}), ValueError, "speculative_config"), (dict(kv_cache_dtype="fp8"), ValueError, "kv_cache_dtype.*fp8"),
     (dict(attention_backend="FLASHINFER"), ValueError, "attention_backend.*FLASHINFER"), (dict(scheduling_policy="sjf"), ValueError, "sjf"),
     (dict(block_size=0), ValueError, "block_size.*0"), (dict(gpu_memory_utilization=0.0), ValueError, "gpu_memory_utilization"),
@@ -195,6 +263,97 @@ def test_dtype(tiny_llama, tmp_path, asked, device, got):
 ])
 def test_engine_arguments_refused_by_name(config_of, kw, error, words):
     with pytest.raises(error, match=words): config_of(**kw)
+
+
+ARG_INTS = ["max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold", "num_gpu_blocks_override",
+            "kv_cache_memory_bytes", "seed", "max_logprobs"]
+ARG_BOOLS = ["enable_chunked_prefill", "enable_prefix_caching", "async_scheduling", "enforce_eager", "skip_tokenizer_init", "disable_log_stats"]
+ARG_TEXTS = ["tokenizer", "scheduling_policy", "kv_cache_dtype", "device", "attention_backend", "load_format", "generation_config", "served_model_name"]
+ARG_WRONG = ([(name, v) for name in ARG_INTS for v in ("4", 2.5, 4.0, True, [4], np.float64(4))]
+             + [(name, v) for name in ARG_BOOLS for v in (1, 0, "no", "True", [], np.int64(0))]
+             + [(name, v) for name in ARG_TEXTS for v in (4, b"x", ["a", 5][1:], True)]
+             + [("gpu_memory_utilization", v) for v in ("0.9", True, [0.9])] + [("model", v) for v in (None, 4, ["a"], b"a", True)])
+
+
+@pytest.mark.parametrize("name, value", ARG_WRONG, ids=lambda v: repr(v)[:30])
+def test_engine_arguments_of_a_wrong_type_are_type_errors_with_the_name(name, value):
+    with pytest.raises(TypeError, match=name): EngineArgs(**{"model": "m", name: value})
+    changed = EngineArgs("m")
+    setattr(changed, name, value)
+    with pytest.raises(TypeError, match=name): changed.create_engine_config(CPU)   # an assignment is checked, too
+
+
+def test_engine_arguments_become_plain_python_that_the_wire_carries(tiny_llama):
+    from pathlib import Path
+    n = np.int64
+    args = EngineArgs(Path(tiny_llama), tokenizer=Path(tiny_llama), max_model_len=n(64), block_size=n(8), max_num_batched_tokens=n(32), max_num_seqs=n(4),
+                      num_gpu_blocks_override=n(9), gpu_memory_utilization=np.float32(0.5), enable_prefix_caching=np.False_, enforce_eager=np.True_,
+                      seed=None, max_logprobs=n(-1), kv_cache_memory_bytes=n(2**40), served_model_name=["a", "b"])
+    c = args.create_engine_config(CPU)
+    assert VllmConfig.from_bytes(c.to_bytes()) == c
+    assert (c.cache_config.block_size, c.model_config.seed, c.model_config.max_logprobs, c.model_config.served_model_name) == (8, 0, -1, "a")
+    assert c.cache_config.enable_prefix_caching is False and c.model_config.enforce_eager is True
+    assert EngineArgs(tiny_llama, seed=-5).create_engine_config(CPU).model_config.seed == -5
+
+
+OTHER = {f.name: f.default for f in fields(OtherArgs)}
+FREE = {"trust_remote_code": True, "swap_space": 4, "disable_custom_all_reduce": True, "max_seq_len_to_capture": 8192}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_vllms_other_arguments_are_taken_where_they_change_nothing(config_of, name, caplog):
+    plain = config_of()
+    caplog.clear()
+    assert config_of(**{name: OTHER[name]}) == config_of(**{name: None}) == plain and not caplog.records
+    if name in FREE:
+        assert config_of(**{name: FREE[name]}) == plain and f"{name}={FREE[name]!r} has no effect" in caplog.text
+        return
+    for other in (2, "other", ["a"], {"a": 1}, not OTHER[name] if isinstance(OTHER[name], bool) else True):
+        with pytest.raises(ValueError, match=f"does not act on {name}="): EngineArgs("m", **{name: other})
+
+
+def test_async_engine_args_are_engine_args():
+    a = AsyncEngineArgs("m", max_num_seqs=3, enable_log_requests=True)
+    assert isinstance(a, EngineArgs) and a.max_num_seqs == 3 and AsyncEngineArgs("m").enable_log_requests is False
+    with pytest.raises(TypeError, match="enable_log_requests"): AsyncEngineArgs("m", enable_log_requests=1)
+    with pytest.raises(TypeError, match="max_num_seqs"): AsyncEngineArgs("m", max_num_seqs="3")
+
+
+BAD_FILES = {"{": "can't be read", "[]": "not an object", "\x00": "can't be read", '{"eos_token_id": "2"}': "eos_token_id.*'2'", '{"eos_token_id": [2, "7"]}': "eos_token_id",
+             '{"eos_token_id": 2.0}': "eos_token_id.*2.0", '{"eos_token_id": [[2]]}': "eos_token_id", '{"eos_token_id": true}': "eos_token_id.*True",
+             '{"eos_token_id": {"a": 2}}': "eos_token_id", '{"temperature": "hot"}': "temperature must be a number", '{"top_p": 2}': "top_p.*got 2",
+             '{"max_new_tokens": 0}': "max_tokens.*generation_config='vllm'", '{"top_k": 1.5}': "top_k"}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_bad_generation_config_is_a_value_error_before_a_child_is_started(tiny_llama, tmp_path, text, monkeypatch):
+    "L3: and it names the file, or the field."
+    for f in os.listdir(tiny_llama):
+        if f != "generation_config.json": (tmp_path/f).symlink_to(os.path.join(tiny_llama, f))
+    (tmp_path/"generation_config.json").write_text(text)
+    monkeypatch.setattr("litevllm.engine.llm_engine.EngineCoreClient.make_client", lambda *a, **kw: pytest.fail("a core was started"))
+    with pytest.raises(ValueError, match=BAD_FILES[text]) as e: LLM(str(tmp_path))
+    assert "generation_config.json" in str(e.value)
+    (tmp_path/"generation_config.json").write_text('{"eos_token_id": null, "temperature": null, "pad_token_id": "odd"}')
+    assert EngineArgs(str(tmp_path)).create_engine_config(CPU).model_config.get_diff_sampling_param() == {}
+
+
+def test_a_taste_that_is_no_good_can_be_done_without(tiny_llama, tmp_path):
+    for f in os.listdir(tiny_llama): (tmp_path/f).symlink_to(os.path.join(tiny_llama, f))
+    (tmp_path/"generation_config.json").unlink(missing_ok=True)
+    (tmp_path/"generation_config.json").write_text('{"temperature": "hot", "eos_token_id": [2, 7]}')
+    c = EngineArgs(str(tmp_path), generation_config="vllm").create_engine_config(CPU).model_config
+    assert c.get_diff_sampling_param() == {} and c.try_get_generation_config()["eos_token_id"] == [2, 7]
+    with pytest.raises(ValueError, match="no-such-folder"): EngineArgs(str(tmp_path), generation_config="/no-such-folder").create_engine_config(CPU)
+
+
+@pytest.mark.parametrize("text, words", [('{"model_max_length": "long"}', "model_max_length.*long"), ("{", "tokenizer_config.json.*can't be read"),
+                                         ('{"model_max_length": 0}', "model_max_length")])
+def test_a_bad_tokenizer_config(tiny_llama, tmp_path, text, words):
+    for f in os.listdir(tiny_llama):
+        if f != "tokenizer_config.json": (tmp_path/f).symlink_to(os.path.join(tiny_llama, f))
+    (tmp_path/"tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match=words): EngineArgs(str(tmp_path)).create_engine_config(CPU)
 
 
 def test_models_that_are_none(tmp_path):
@@ -284,8 +443,8 @@ def test_a_hundred_calls_in_a_row_get_their_own_outputs(llm):
 
 def test_one_bad_prompt_and_nothing_runs(llm):
     with pytest.raises(ValueError, match="prompt 2 of 4: .*300 tokens.*256"): llm.generate([[1], [2], [3]*300, [4]], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="prompt 1 of 2: .*logprobs=2"):
-        llm.generate([[1], [2]], [GREEDY, SamplingParams(logprobs=2)], use_tqdm=False)
+    with pytest.raises(ValueError, match="prompt 1 of 2: .*logprobs=21.*max_logprobs.*20"):
+        llm.generate([[1], [2]], [GREEDY, SamplingParams(logprobs=21)], use_tqdm=False)
     assert llm.llm_engine.get_num_unfinished_requests() == 0 and llm.llm_engine.engine_core.get_request_counts() == (0, 0)
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
 

@@ -94,7 +94,7 @@ ALLOWED = {     # room -> rooms below it that it may reach; a room may always us
     "core": set(),
     "engine": {"worker", "core", "model"},
 }
-BASE = {"config", "logger", "display", "sampling_params", "messages", "outputs", "hub"}   # plain data and helpers at the top
+BASE = {"config", "logger", "display", "sampling_params", "messages", "outputs", "hub", "logprobs", "inputs", "checks", "facts", "other_args"}   # plain data and helpers at the top
 
 
 @pytest.mark.parametrize("below", ALLOWED)

@@ -30,18 +30,21 @@ class UpdatePass(SchedulerBase):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> EngineCoreOutputs:
         "Take in what one step sampled; the outputs are for the client, in plan order."
         sampled, index = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafts, errors = scheduler_output.scheduled_spec_decode_tokens, model_runner_output.errors
         outputs, self._error_outputs = self._error_outputs, []
         ended: list[tuple[Request, RequestStatus]] = []
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
             if request is None: continue       # ended while the step was in flight: its token is dropped
-            token_ids = sampled[index[req_id]]
-            if not token_ids: continue         # a partial prefill chunk: it goes on in running, with no output
-            if drafts and req_id in drafts: self._settle_drafts(request, len(drafts[req_id]) + 1 - len(token_ids))
-            token_ids, status = self._update_request_with_output(request, token_ids)
+            token_ids, status = sampled[index[req_id]], None
+            if token_ids:
+                if drafts and req_id in drafts: self._settle_drafts(request, len(drafts[req_id]) + 1 - len(token_ids))
+                token_ids, status = self._update_request_with_output(request, token_ids)
+            elif req_id in errors: status = RequestStatus.FINISHED_ERROR
+            else: continue                     # a partial prefill chunk: it goes on in running, with no output
             if status is not None: ended.append((request, status))
             outputs.append(self._make_output(request, token_ids, status))
+        if model_runner_output.logprobs or model_runner_output.prompt_logprobs_dict or errors: self._add_extras(outputs, model_runner_output)
         if ended:
             self._leave_queues([r for r, _ in ended])
             for request, status in ended: self._free_request(request, status)
@@ -65,6 +68,15 @@ class UpdatePass(SchedulerBase):
         request.first_output_sent = True
         reason = None if status is None else RequestStatus.get_finished_reason(status)
         return EngineCoreOutput(request.request_id, token_ids, reason, request.stop_reason, num_cached_tokens)
+
+    @staticmethod
+    def _add_extras(outputs: list[EngineCoreOutput], result: ModelRunnerOutput) -> None:
+        "Logprobs of the tokens that were taken, those of the prompt, and the reason why there is no token."
+        for output in outputs:
+            req_id = output.request_id
+            if req_id in result.logprobs: output.new_logprobs = result.logprobs[req_id][:len(output.new_token_ids)]
+            if req_id in result.prompt_logprobs_dict: output.new_prompt_logprobs = result.prompt_logprobs_dict[req_id]
+            if output.error is None: output.error = result.errors.get(req_id)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         "Drafts for the next step; none are kept for an ended request or one whose prefill is not done."

@@ -6,10 +6,14 @@
 __all__ = ['LLMEngine']
 
 # %% ../../nbs/01c_llm_engine.ipynb #e9b72784
+from collections.abc import Iterable
+from typing import Any
+
 from ..config import EngineArgs, VllmConfig
 from .core_client import EngineCoreClient
 from .input_processor import InputProcessor, get_tokenizer, parse_prompt
 from .output_processor import OutputProcessor
+from .parallel_sampling import ParentRequest
 from ..messages import EngineCoreRequest, SchedulerStats
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -42,37 +46,51 @@ class LLMEngine:
         return cls.from_vllm_config(engine_args.create_engine_config(), engine_args.disable_log_stats)
 
     def add_request(self, request_id: str, prompt, params: SamplingParams | None = None, arrival_time: float | None = None,
-                    priority: int = 0, prompt_text: str | None = None) -> str:
-        """Check, register and submit one request; its internal id.
+                    priority: int = 0, prompt_text: str | None = None, tokenization_kwargs: dict[str, Any] | None = None, queue: Any = None) -> str:
+        """Check, register and submit one request, or its `n` children; its internal id.
 
         prompt: any form that `parse_prompt` takes, or a request that `process_inputs` made, with its text in `prompt_text`.
-        TypeError or ValueError before anything is submitted."""
+        queue: takes the outputs with `put`; None: `step` returns them. TypeError or ValueError before anything is submitted."""
         if isinstance(prompt, EngineCoreRequest): request = prompt
         else:
             prompt = parse_prompt(prompt)
-            request = self.input_processor.process_inputs(request_id, prompt, params, arrival_time, priority)
+            kw = {} if tokenization_kwargs is None else {"tokenization_kwargs": tokenization_kwargs}
+            request = self.input_processor.process_inputs(request_id, prompt, params, arrival_time, priority, **kw)
             prompt_text = prompt.prompt
-        self.output_processor.add_request(request, prompt_text)
-        try: self.engine_core.add_request(request)
-        except BaseException:   # nobody must wait for it; and where only the waiting was interrupted, the core must not run it
-            self.abort_request([request.request_id], internal=True)
-            raise
+        parent = ParentRequest(request) if request.sampling_params.n > 1 else None
+        self._submit([request] if parent is None else parent.children, prompt_text, parent, queue)
         return request.request_id
 
-    def step(self) -> list[RequestOutput]:
-        "Take one batch of outputs that the core has made, waiting for it if need be; the results that the user is to see."
+    def _submit(self, requests: list[EngineCoreRequest], prompt_text: str | None, parent: ParentRequest | None, queue: Any):
+        "All of `requests` or none: first a state for each, then the hand-over."
+        ids = [r.request_id for r in requests]
+        taken = [rid for rid in ids if rid in self.output_processor.request_states]
+        if taken: raise ValueError(f"request id {taken[0]!r} is in use")
+        try:
+            for i, r in enumerate(requests): self.output_processor.add_request(r, prompt_text, parent, i, queue)
+            for r in requests: self.engine_core.add_request(r)
+        except BaseException:   # nobody must wait for them; and where only the waiting was interrupted, the core must not run them
+            for rid in ids: self.output_processor.forget(rid)
+            self.engine_core.abort_requests(ids)
+            raise
+
+    def step(self, timeout: float | None = None) -> list[RequestOutput]:
+        """Take one batch of outputs that the core has made, waiting for it if need be; the results that the user is to see.
+
+        timeout: most seconds to wait; nothing came in time: no results. Results for a `queue` go there."""
         if not self.has_unfinished_requests(): return []
-        outputs = self.engine_core.get_output()
+        outputs = self.engine_core.get_output(timeout)
         processed = self.output_processor.process_outputs(outputs.outputs)
         if processed.reqs_to_abort: self.engine_core.abort_requests(processed.reqs_to_abort)
         if outputs.scheduler_stats is not None: self.scheduler_stats = outputs.scheduler_stats
         return processed.request_outputs
 
-    def abort_request(self, request_ids: list[str], internal: bool = False):
-        "End requests at once and without a result; unknown and finished ids are passed over."
+    def abort_request(self, request_ids: Iterable[str], internal: bool = False):
+        "End requests at once, without a result unless somebody waits at a queue; unknown and finished ids are passed over."
+        request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         ids = self.output_processor.abort_requests(request_ids, internal)
         # an interrupted step() may have forgotten requests that the core still runs: it is told of every internal id
-        if internal: ids = list(request_ids)
+        if internal: ids = list(dict.fromkeys([*request_ids, *ids]))
         if ids: self.engine_core.abort_requests(ids)
 
     def get_num_unfinished_requests(self) -> int: return self.output_processor.get_num_unfinished_requests()

@@ -8,8 +8,11 @@ __all__ = ['RequestState', 'OutputProcessorOutput', 'OutputProcessor']
 # %% ../../nbs/01e_output_processor.ipynb #cb68779f
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .detokenizer import IncrementalDetokenizer
+from .logprobs import LogprobsProcessor, TokenTexts
+from .parallel_sampling import ParentRequest
 from ..messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import RequestOutputKind
@@ -24,27 +27,43 @@ class RequestState:
     prompt: str | None
     prompt_token_ids: list[int]
     detokenizer: IncrementalDetokenizer
+    logprobs_processor: LogprobsProcessor | None = None   # None: no logprobs asked for
+    parent_req: ParentRequest | None = None
+    request_index: int = 0                                # among the parent's children
+    queue: Any = None                                     # who waits for the outputs; None: who called process_outputs
     num_cached_tokens: int = 0
 
-    @classmethod
-    def from_new_request(cls, tokenizer, request: EngineCoreRequest, prompt: str | None) -> "RequestState":
-        return cls(request.request_id, request.external_req_id or request.request_id, request.sampling_params.output_kind, prompt,
-                   request.prompt_token_ids, IncrementalDetokenizer.from_new_request(tokenizer, request))
+    def update(self, out: EngineCoreOutput) -> str | None:
+        "Take one step's tokens and logprobs; the stop string that they complete, or None."
+        if out.num_cached_tokens is not None:
+            parent, n = self.parent_req, out.num_cached_tokens
+            self.num_cached_tokens = n if parent is None else parent.observe_num_cached_tokens(n)
+        if self.logprobs_processor is not None: self.logprobs_processor.update_from_output(out)
+        return self.detokenizer.update(out.new_token_ids, out.finish_reason is FinishReason.STOP, out.finished)
 
     def make_request_output(self, new_token_ids: list[int], finish_reason: FinishReason | None,
                             stop_reason: int | str | None = None, error: str | None = None) -> RequestOutput | None:
-        "What the user sees of this step; None with FINAL_ONLY before the end."
-        finished = finish_reason is not None
+        "What the user sees of this step; None with FINAL_ONLY before the end of this request and its siblings."
+        finished, parent = finish_reason is not None, self.parent_req
         if not finished and self.output_kind is RequestOutputKind.FINAL_ONLY: return None
-        delta = self.output_kind is RequestOutputKind.DELTA
-        completion = CompletionOutput(
-            index=0, text=self.detokenizer.get_next_output_text(finished, delta),
-            token_ids=new_token_ids if delta else list(self.detokenizer.output_token_ids),   # a copy: the next step adds to it
-            cumulative_logprob=None, logprobs=None,
-            finish_reason=str(finish_reason) if finished else None, stop_reason=stop_reason)
+        outputs = [self._make_completion(new_token_ids, finish_reason, stop_reason)]
+        logprobs, cached = self.logprobs_processor, self.num_cached_tokens
+        if parent is not None:
+            outputs, finished = parent.get_outputs(self.request_id, outputs[0], error)
+            if not outputs: return None
+            logprobs, cached, error = parent.logprobs_processor, parent.num_cached_tokens or 0, parent.error
+        prompt_logprobs = None if logprobs is None else logprobs.get_prompt_logprobs(self.output_kind is RequestOutputKind.DELTA)
         return RequestOutput(request_id=self.external_req_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids,
-                             prompt_logprobs=None, outputs=[completion], finished=finished,
-                             num_cached_tokens=self.num_cached_tokens, error=error)
+                             prompt_logprobs=prompt_logprobs, outputs=outputs, finished=finished, num_cached_tokens=cached, error=error)
+
+    def _make_completion(self, new_token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | str | None) -> CompletionOutput:
+        finished, delta, logprobs = finish_reason is not None, self.output_kind is RequestOutputKind.DELTA, self.logprobs_processor
+        return CompletionOutput(
+            index=self.request_index, text=self.detokenizer.get_next_output_text(finished, delta),
+            token_ids=new_token_ids if delta else list(self.detokenizer.output_token_ids),   # a copy: the next step adds to it
+            cumulative_logprob=None if logprobs is None else logprobs.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs.get_next_logprobs(delta),
+            finish_reason=str(finish_reason) if finished else None, stop_reason=stop_reason)
 
 # %% ../../nbs/01e_output_processor.ipynb #4d6c01b6
 @dataclass(slots=True)
@@ -59,36 +78,73 @@ class OutputProcessor:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.request_states: dict[str, RequestState] = {}
-        self.external_req_ids: dict[str, list[str]] = {}   # the caller's id -> internal ids; several if the caller used it again
+        self.parent_requests: dict[str, ParentRequest] = {}   # by internal id, while a child is unfinished
+        self.external_req_ids: dict[str, list[str]] = {}      # the caller's id -> internal ids of states; children have their parent's
+        self._token_texts: TokenTexts | None = None           # made for the first request that asks for logprobs
 
     def get_num_unfinished_requests(self) -> int: return len(self.request_states)
 
     def has_unfinished_requests(self) -> bool: return bool(self.request_states)
 
-    def add_request(self, request: EngineCoreRequest, prompt: str | None):
-        "Expect outputs for `request`. `prompt`: its text, where there is one. ValueError for an internal id in use."
-        if request.request_id in self.request_states: raise ValueError(f"request id {request.request_id!r} is in use")
-        state = RequestState.from_new_request(self.tokenizer, request, prompt)
-        self.request_states[state.request_id] = state
-        self.external_req_ids.setdefault(state.external_req_id, []).append(state.request_id)
+    def add_request(self, request: EngineCoreRequest, prompt: str | None, parent_req: ParentRequest | None = None,
+                    request_index: int = 0, queue: Any = None):
+        """Expect outputs for `request`. ValueError for an internal id in use.
 
-    def _forget(self, request_id: str) -> RequestState | None:
-        "Drop the state of an internal id from both tables. Its own entry goes last, so that after Ctrl-C it can be repeated."
+        prompt: its text, where there is one. parent_req, request_index: whose child it is, and which. queue: any object with
+        `put`, which must not raise; it gets the RequestOutputs, and an exception from `propagate_error`."""
+        rid = request.request_id
+        if rid in self.request_states: raise ValueError(f"request id {rid!r} is in use")
+        state = RequestState(rid, request.external_req_id or rid, request.sampling_params.output_kind, prompt, request.prompt_token_ids,
+                             IncrementalDetokenizer.from_new_request(self.tokenizer, request), self._logprobs_processor(request),
+                             parent_req, request_index, queue)
+        if parent_req is not None:
+            self.parent_requests[parent_req.request_id] = parent_req
+            if request_index == 0: parent_req.logprobs_processor = state.logprobs_processor
+        self.external_req_ids.setdefault(state.external_req_id, []).append(rid)
+        self.request_states[rid] = state
+
+    def _logprobs_processor(self, request: EngineCoreRequest) -> LogprobsProcessor | None:
+        processor = LogprobsProcessor.from_new_request(self.tokenizer, request, self._token_texts)
+        if processor is not None and processor.texts is not None: self._token_texts = processor.texts
+        return processor
+
+    def forget(self, request_id: str) -> bool:
+        "Drop the state of an internal id from all tables, without an output. Its own entry goes last: after Ctrl-C it can be repeated."
         state = self.request_states.get(request_id)
-        if state is None: return None
+        if state is None: return False
         same = [rid for rid in self.external_req_ids.get(state.external_req_id, ()) if rid != request_id]
         if same: self.external_req_ids[state.external_req_id] = same
         else: self.external_req_ids.pop(state.external_req_id, None)
-        return self.request_states.pop(request_id, None)
+        if state.parent_req is not None:
+            state.parent_req.child_requests.discard(request_id)
+            if not state.parent_req.child_requests: self.parent_requests.pop(state.parent_req.request_id, None)
+        return self.request_states.pop(request_id, None) is not None
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool = False) -> list[str]:
-        """Forget requests; the internal ids that the core must be told of. Unknown and finished ids are passed over.
+        """End requests; the internal ids that the core must be told of. Unknown and finished ids are passed over.
 
-        An external id stands for all requests that carry it. With `internal` only internal ids are looked up."""
+        An external id stands for all requests that carry it, a parent for its children. With `internal` only internal ids are
+        looked up. Who waits at a queue gets a last output, with what there is and finish_reason "abort"."""
         wanted = []
         for rid in [request_ids] if isinstance(request_ids, str) else request_ids:
-            wanted += [rid] if internal or rid not in self.external_req_ids else self.external_req_ids[rid]
-        return [rid for rid in wanted if self._forget(rid) is not None]
+            if not internal and rid in self.external_req_ids: wanted += self.external_req_ids[rid]
+            elif rid in self.parent_requests: wanted += [c.request_id for c in self.parent_requests[rid].children]
+            else: wanted.append(rid)
+        return [rid for rid in wanted if self._abort(rid)]
+
+    def _abort(self, request_id: str) -> bool:
+        state = self.request_states.get(request_id)
+        if state is None: return False
+        state.detokenizer.update([], False, finished=True)   # what waits for the rest of a character will not get it
+        result = state.make_request_output([], FinishReason.ABORT)
+        self.forget(request_id)
+        if result is not None and state.queue is not None: state.queue.put(result)
+        return True
+
+    def propagate_error(self, error: Exception):
+        "Tell everybody who waits at a queue that there will be nothing more, each queue once. The states stay until they are aborted."
+        for queue in {id(s.queue): s.queue for s in list(self.request_states.values())}.values():
+            if queue is not None: queue.put(error)
 
     def process_outputs(self, engine_core_outputs: list[EngineCoreOutput]) -> OutputProcessorOutput:
         "The only loop over a step's outputs: detokenize, look for stop strings, build what the user gets, forget who is done."
@@ -96,13 +152,14 @@ class OutputProcessor:
         for out in engine_core_outputs:
             state = self.request_states.get(out.request_id)
             if state is None: continue   # aborted while this was on its way
-            if out.num_cached_tokens is not None: state.num_cached_tokens = out.num_cached_tokens
             finish_reason, stop_reason = out.finish_reason, out.stop_reason
-            stop_string = state.detokenizer.update(out.new_token_ids, finish_reason is FinishReason.STOP, out.finished)
+            stop_string = state.update(out)
             if stop_string is not None: finish_reason, stop_reason = FinishReason.STOP, stop_string
             result = state.make_request_output(out.new_token_ids, finish_reason, stop_reason, out.error)
-            if result is not None: request_outputs.append(result)
-            if finish_reason is None: continue
-            self._forget(out.request_id)
-            if not out.finished: reqs_to_abort.append(out.request_id)
+            if finish_reason is not None:
+                self.forget(out.request_id)
+                if not out.finished: reqs_to_abort.append(out.request_id)
+            if result is None: continue
+            if state.queue is None: request_outputs.append(result)
+            else: state.queue.put(result)
         return OutputProcessorOutput(request_outputs, reqs_to_abort)
