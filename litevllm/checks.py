@@ -14,7 +14,9 @@ from typing import Any
 # %% ../nbs/00m_checks.ipynb #d083506f
 def wrong_type(name: str, value: Any, kind: str) -> TypeError:
     "The error for `value` where `kind` is asked for; for the caller to raise."
-    return TypeError(f"{name} must be {kind}, got {value!r} ({type(value).__name__})")
+    shown = repr(value)
+    if len(shown) > 100: shown = shown[:100] + "..."   # somebody's whole data set
+    return TypeError(f"{name} must be {kind}, got {shown} ({type(value).__name__})")
 
 
 def require(ok: bool, name: str, value: Any, words: str):

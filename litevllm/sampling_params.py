@@ -234,22 +234,19 @@ def _spellings(tokenizer, words: list[str]) -> list[list[int]]:
     asked += [(word, before, before + word) for word in words if not word.strip() for before in _BEFORE]   # a bad word may be all spaces
     # in one call, because most of the time is the call's
     ids = tokenizer([*_BEFORE, *(text for _, _, text in asked)], add_special_tokens=False)["input_ids"]
-    start, found = dict(zip(_BEFORE, ids)), {word: [] for word in words}
+    start, forms = dict(zip(_BEFORE, ids)) | {"": []}, {}
     for (word, before, _), tokens in zip(asked, ids[len(_BEFORE):]):
+        if not tokens: raise ValueError(f"bad_words: the tokenizer has no tokens for {word!r}")
         n = len(start[before])
         # where one token holds the end of `before` and the beginning of the word, there is nothing to take apart
-        if tokens[:n] == start[before] and tokens[n:] not in [[], *found[word]]: found[word].append(tokens[n:])
-    for word, forms in found.items():
-        if not forms: raise ValueError(f"bad_words: the tokenizer has no tokens for {word!r}")
-    return [list(form) for form in dict.fromkeys(tuple(form) for forms in found.values() for form in forms)]
+        if tokens[:n] == start[before] and len(tokens) > n: forms[tuple(tokens[n:])] = word
+    return [list(form) for form in forms]
 
 # %% ../nbs/00a_sampling_params.ipynb #2c25539f
-_NOT_YET = (   # field, its value when unset
-    ("structured_outputs", None), ("extra_args", None), ("routed_experts_prompt_start", 0), ("thinking_token_budget", None),
-    ("repetition_detection", None),
-)
+_NOT_YET = ("structured_outputs", "extra_args", "routed_experts_prompt_start", "thinking_token_budget", "repetition_detection")
 
 
 def _refuse_unsupported(params: SamplingParams):
-    named = [f"{name}={value!r}" for name, unset in _NOT_YET if (value := getattr(params, name)) != unset]
+    values = {name: getattr(params, name) for name in _NOT_YET}
+    named = [f"{name}={v!r}" for name, v in values.items() if v is not None and not (isinstance(v, (int, dict)) and not v)]   # unset: None, 0 or {}
     if named: raise ValueError(f"litevllm does not act on {', '.join(named)} yet")

@@ -95,3 +95,19 @@ def watch_plans(llm):
         return outputs
     scheduler.update_from_output = watched
     return seen
+
+
+def preempt_before(llm, *steps, which=-1):
+    "Before these schedule() calls, counted from 0, one running request is pushed out in the scheduler's own way; a list of (id, computed, outputs)."
+    scheduler, done, calls = core_of(llm).scheduler, [], [-1]
+    run = scheduler._schedule_running
+
+    def with_victim(step):
+        calls[0] += 1
+        if calls[0] in steps and scheduler.running:
+            victim = scheduler.running.pop(which)
+            done.append((victim.request_id, victim.num_computed_tokens, victim.num_output_tokens))
+            scheduler._preempt_request(step, victim)
+        run(step)
+    scheduler._schedule_running = with_victim
+    return done

@@ -51,6 +51,9 @@ def wait_until(condition, seconds, what):
 def engine_of(llm) -> LLMEngine: return llm._shared.engine
 
 
+def pid_of(llm) -> int: return engine_of(llm).engine_core.resources.child.process.pid
+
+
 def assert_drained(llm, seconds=10):
     "Nothing of any request is left: no entry in any table of the front process or of the core, and every block is free."
     engine = engine_of(llm)

@@ -372,3 +372,13 @@ def test_min_tokens_through_the_scheduler(worker):
     for n in (0, 1, 4, 12):
         params = [wish(logit_bias={9: 100.}, stop_token_ids=[9], min_tokens=n, max_tokens=20, temperature=t) for t in (0, 1.)]
         for tokens in run_scheduler(worker, [[1, 2], [3]], params, 600)[0]: assert len(tokens) == n + 1 and tokens[-1] == 9 and 9 not in tokens[:-1]
+
+
+def test_a_row_that_gets_no_token_leaves_the_others_theirs():
+    "The runner ends a request in which nothing was left; the tokens of its neighbours still go to their own rows."
+    for failed in range(3):
+        rows, batch = batch_of([GREEDY] * 3)
+        write_sampled(rows, batch, [[] if i == failed else [40 + i] for i in range(3)])
+        for i in range(3):
+            row = rows.row_of[str(i)]
+            assert rows.token_ids[row, :rows.num_tokens[row]].tolist() == [1, 2, 3] + [40 + i] * (i != failed)

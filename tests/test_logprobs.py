@@ -464,6 +464,15 @@ def test_bad_requests_are_refused_in_the_core(worker, fields, words):
     with pytest.raises(RequestRefused, match=words): check_request(raw(**fields), worker.vllm_config.model_config)
 
 
+@pytest.mark.parametrize("fields, words", BAD, ids=[str(f) for f, _ in BAD])
+def test_bad_requests_do_not_pass_the_wire(worker, fields, words):
+    "As the input thread does it: decode, then check. What can't be encoded can't be sent."
+    try: data = msgspec.msgpack.encode(raw(**fields))
+    except (TypeError, OverflowError): return
+    with pytest.raises((msgspec.ValidationError, RequestRefused), match=words):
+        check_request(msgspec.msgpack.decode(data, type=EngineCoreRequest), worker.vllm_config.model_config)
+
+
 @pytest.mark.parametrize("prompt", [[V], [-1], [True], ["a"], [1.0], list(range(256))])
 def test_bad_prompts_are_refused_in_the_core(worker, prompt):
     with pytest.raises(RequestRefused): check_request(raw(prompt), worker.vllm_config.model_config)

@@ -99,7 +99,8 @@ def test_a_call_that_is_wrong_as_a_whole_raises_at_once(llm, call):
     assert llm.llm_engine.get_num_unfinished_requests() == 0
 
 
-def test_constructor_arguments(tiny_llama):
+def test_constructor_arguments(tiny_llama, monkeypatch):
+    monkeypatch.setenv("LITEVLLM_ENABLE_MULTIPROCESSING", "0")
     with pytest.raises(TypeError, match="model"): LLM(None)
     with pytest.raises(TypeError, match="EngineArgs"): LLM.from_engine_args({"model": tiny_llama})
     with LLM.from_engine_args(EngineArgs(tiny_llama, **ARGS)) as llm:
@@ -282,25 +283,32 @@ def test_i2_interrupts_lose_nothing_of_an_open_stream(mp):
         import os, random, signal, threading
         from life_tools import *
         print("seed", {seed})
-        rng, llm, sent = random.Random({seed}), fake_llm(), 0
+        rng, llm, armed = random.Random({seed}), fake_llm(), threading.Semaphore(0)
         def fire():
-            for _ in range(1 + (rng.random() < 0.3)): os.kill(os.getpid(), signal.SIGINT)
-        stream, tokens, interrupted, k = llm.stream([[7]], params(1500)), [], 0, 0
-        timer = threading.Timer(0, lambda: None)
+            for _ in range(40):
+                armed.acquire()
+                time.sleep(rng.uniform(0, 0.02))
+                for _ in range(1 + (rng.random() < 0.3)): os.kill(os.getpid(), signal.SIGINT)
+        firing = threading.Thread(target=fire)
+        firing.start()
+        stream, tokens, interrupted, k = llm.stream([[7]], params(800)), [], 0, 0
+        def attempt():
+            global tokens
+            armed.release()
+            if k % 3 == 0:
+                outs = llm.generate([[5, 5]], params(3), use_tqdm=False)
+                assert [o.outputs[0].token_ids for o in outs] == [tokens_of(5, 2, 3)]
+                llm.generate([[5, 5], [6]], params(300), use_tqdm=False)
+            for out in stream: tokens += out.outputs[0].token_ids
+            while firing.is_alive(): time.sleep(0.01); armed.release()
         while True:
+            k += 1
             try:
-                timer.join()
-                if k < 60: (timer := threading.Timer(rng.uniform(0, 0.02), fire)).start()
-                k += 1
-                if k % 3 == 0:
-                    outs = llm.generate([[5, 5]], params(3), use_tqdm=False)
-                    assert [o.outputs[0].token_ids for o in outs] == [tokens_of(5, 2, 3)]
-                    llm.generate([[5, 5], [6]], params(300), use_tqdm=False)
-                for out in stream: tokens += out.outputs[0].token_ids
-                timer.join()
-                break
-            except KeyboardInterrupt: interrupted += 1
-        assert tokens == tokens_of(7, 1, 1500), (len(tokens), tokens[:5])
+                try: attempt()
+                except KeyboardInterrupt: interrupted += 1
+                else: break
+            except KeyboardInterrupt: interrupted += 1      # the second of two
+        assert tokens == tokens_of(7, 1, 800), (len(tokens), tokens[:5])
         assert_drained(llm)
         print("interrupted", interrupted)
         """, LITEVLLM_ENABLE_MULTIPROCESSING=mp)

@@ -11,9 +11,10 @@ from typing import Any
 
 from ..config import EngineArgs, VllmConfig
 from .core_client import EngineCoreClient
-from .input_processor import InputProcessor, get_tokenizer, parse_prompt
+from .input_processor import InputProcessor, get_tokenizer
 from .output_processor import OutputProcessor
 from .parallel_sampling import ParentRequest
+from ..inputs import parse_prompt
 from ..messages import EngineCoreRequest, SchedulerStats
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -54,8 +55,7 @@ class LLMEngine:
         if isinstance(prompt, EngineCoreRequest): request = prompt
         else:
             prompt = parse_prompt(prompt)
-            kw = {} if tokenization_kwargs is None else {"tokenization_kwargs": tokenization_kwargs}
-            request = self.input_processor.process_inputs(request_id, prompt, params, arrival_time, priority, **kw)
+            request = self.input_processor.process_inputs(request_id, prompt, params, arrival_time, priority, tokenization_kwargs)
             prompt_text = prompt.prompt
         parent = ParentRequest(request) if request.sampling_params.n > 1 else None
         self._submit([request] if parent is None else parent.children, prompt_text, parent, queue)

@@ -117,7 +117,7 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 class Sampler:
     "Logits to tokens, in vLLM's order (vllm/v1/sample/sampler.py)."
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        "logits [n, vocab] float32 (changed in place), one chosen id a row: [n] int64."
+        "logits [n, vocab] float32 (changed in place), one chosen id a row: [n] int64; its logit is -inf where nothing is left, NaN or inf where it was."
         if metadata.processors is not None: metadata.processors.apply(logits)
         if metadata.all_greedy: return logits.argmax(-1)
         if metadata.random_rows is None: return self.sample(logits, metadata)
