@@ -14,7 +14,7 @@ import msgspec
 from .sampling_params import SamplingParams
 
 # %% ../nbs/01a_messages.ipynb #7a23f25d
-class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     "A request, tokenized and validated, on its way to the core (vllm/v1/engine/__init__.py)."
     request_id: str                     # internal id: the caller's plus 8 random hex digits
     prompt_token_ids: list[int]
@@ -42,7 +42,7 @@ class FinishReason(enum.IntEnum):
     def __str__(self): return self.name.lower()
 
 # %% ../nbs/01a_messages.ipynb #67bba5ca
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     "What one request produced in one step."
     request_id: str
     new_token_ids: list[int]
@@ -57,7 +57,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     def finished(self) -> bool: return self.finish_reason is not None
 
 # %% ../nbs/01a_messages.ipynb #50aea548
-class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     "How full the engine is, once a step."
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -75,7 +75,7 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     result: object | None = None         # msgpack's own types only
 
 # %% ../nbs/01a_messages.ipynb #a9be1783
-class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     "All that one step sends back."
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None

@@ -51,13 +51,19 @@ class RequestStream:
         with hold_interrupts() as interrupts:
             self._forget_handed_out()
             while self._unfinished and not self._inbox:
-                self._shared.turn(self._inbox)
+                try: self._shared.turn(self._inbox)
+                except Exception as e: self._inbox.put(e)
                 interrupts.deliver()
         if not self._unfinished: raise StopIteration
-        output = self._inbox[0]
-        if isinstance(output, Exception): raise output
+        if isinstance(output := self._inbox[0], Exception):   # it stays there: who asks again is told again
+            self._shared.abort(self._ids())
+            raise output
         self._handed_out = True
         return output
+
+    def _ids(self) -> list[str]:
+        "What the core knows the unfinished requests by."
+        return sum(self._unfinished.values(), [])
 
     def _forget_handed_out(self):
         if not self._handed_out: return
@@ -71,13 +77,13 @@ class RequestStream:
         What is in the inbox still comes, and a last output with finish_reason "abort"."""
         with hold_interrupts():
             self._forget_handed_out()
-            wanted = list(self._unfinished.values()) if request_id is None else [self._unfinished.get(request_id, [])]
-            if ids := sum(wanted, []): self._shared.abort(ids)
+            ids = self._ids() if request_id is None else self._unfinished.get(request_id)
+            if ids: self._shared.abort(ids)
 
     def close(self):
         "Aborts what is unfinished and ends the iteration."
         with hold_interrupts():
-            if ids := sum(self._unfinished.values(), []): self._shared.abort(ids)
+            if ids := self._ids(): self._shared.abort(ids)
             self._unfinished.clear()
             self._inbox.clear()
             self._handed_out = False

@@ -35,8 +35,14 @@ def solo(path, prompt, n, **options):
 def hf_model(path): return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
-def hf_logits(path, tokens): return hf_model(path)(torch.tensor([list(tokens)])).logits[0].float()
+@lru_cache(maxsize=2000)
+def _hf_logits(path, tokens):
+    with torch.inference_mode(): return hf_model(path)(torch.tensor([tokens])).logits[0].float()
+
+
+def hf_logits(path, tokens):
+    "float32 logits of transformers [len(tokens), vocab]; not to be changed, they are kept."
+    return _hf_logits(path, tuple(tokens))
 
 
 def check_like(path, prompt, got, want, where=""):
@@ -105,7 +111,7 @@ def preempt_before(llm, *steps, which=-1):
     def with_victim(step):
         calls[0] += 1
         if calls[0] in steps and scheduler.running:
-            victim = scheduler.running.pop(which)
+            victim = scheduler.running.pop(min(which, len(scheduler.running) - 1))
             done.append((victim.request_id, victim.num_computed_tokens, victim.num_output_tokens))
             scheduler._preempt_request(step, victim)
         run(step)

@@ -27,6 +27,15 @@ def in_process(monkeypatch): monkeypatch.setenv("LITEVLLM_ENABLE_MULTIPROCESSING
 def random_ids(rng, n): return [rng.randrange(3, V) for _ in range(n)]
 
 
+def check_values(entry, row, where):
+    "Logprobs within 1e-4 of a row of transformers', and ranks the number of tokens at least as likely (where two are all but equal, either order)."
+    tokens, mine = list(entry), torch.tensor([e.logprob for e in entry.values()])
+    assert (mine - row[tokens]).abs().max() < 1e-4, where
+    ordered, ranks = row.sort().values, torch.tensor([e.rank for e in entry.values()])
+    most, least = (len(row) - torch.searchsorted(ordered, row[tokens] + d) for d in (-2e-4, 2e-4))
+    assert ((least + (least == 0) <= ranks) & (ranks <= most)).all(), where
+
+
 # ---- P4
 
 RUNS = {"cold": {}, "warm": {}, "chunked": dict(max_num_batched_tokens=5, max_num_seqs=4), "chunked by 3": dict(long_prefill_token_threshold=3),
@@ -42,7 +51,7 @@ def test_P4_prompt_logprobs_of_a_prompt_that_is(tiny_llama, b, run, is_async):
     preemptions = 0
     with LLM(tiny_llama, block_size=b, async_scheduling=is_async, max_logprobs=-1, **RUNS[run]) as llm:
         for n in (b - 1, b, 2 * b + 1):
-            for k in (1, 0, -1):
+            for k in (1, 0, -1) if b == 4 else (1,):
                 prompt = random_ids(rng, n)
                 if run == "warm": assert generate(llm, [prompt, prompt + [9]], greedy(3))[1].num_cached_tokens in (0, n // b * b)
                 happened = preempt_before(llm, 1, 4) if run == "preempted" else []
@@ -53,7 +62,7 @@ def test_P4_prompt_logprobs_of_a_prompt_that_is(tiny_llama, b, run, is_async):
                 assert len(out.prompt_logprobs) == n and out.prompt_logprobs[0] is None and other.prompt_logprobs is None
                 for at, (entry, row) in enumerate(zip(out.prompt_logprobs[1:], rows), 1):
                     assert prompt[at] == next(iter(entry)) and len(entry) in {1: (1, 2), 0: (1,), -1: (V,)}[k]
-                    for token, e in entry.items(): assert abs(e.logprob - row[token]) < 1e-4 and abs(e.rank - int((row >= row[token]).sum())) <= 1, (n, at, token)
+                    check_values(entry, row, (n, at))
                     if k == 1: assert min(e.rank for e in entry.values()) == 1
                 check_like(tiny_llama, prompt, ids(out), solo(tiny_llama, prompt, 4), (run, n))
                 if run == "warm": assert generate(llm, prompt, greedy(1))[0].num_cached_tokens == (n - 1) // b * b
@@ -115,17 +124,17 @@ def test_M3_top_k_past_the_vocabulary_and_greedy_rows(tiny_llama):
             check_live(llm)
         for n in (1, 8, 9):
             for p, out, want in zip(prompts, generate(llm, prompts[:n], random_one(1)), plain): check_like(tiny_llama, p, ids(out), want)
-        for bad in (-2, 1.5): 
+        for bad in (-2, 1.5):
             with pytest.raises((ValueError, TypeError), match="top_k"): random_one(bad)
 
 
 # ---- M5
 
 def words_tokenizer():
-    "A byte-level BPE of 300 merges in which `block` is one token after a space and several without; `cat` is one without and several after a space."
+    "A small byte-level BPE in which `block` is one token after a space and two without; `cat` is one without and two after a space."
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    text = ["a block of the block table, another block", "cat\ncat\ncat\ncat", "the big dog, the big dog"] * 9
+    text = ["a block of the block table, another block", "cat\ncat\ncat\ncat", "lock\nlock\nlock", "the big dog, the big dog"] * 9
     tok.train_from_iterator(text, trainers.BpeTrainer(vocab_size=559, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>")
@@ -149,9 +158,9 @@ def test_M5_both_forms_of_a_word_are_blocked(words, word, lengths):
         bare, spaced = forms(tok, word)
         assert all((len(f) == 1) == (k == 1) for f, k in zip((bare, spaced), lengths)), (bare, spaced)
         dog, comma = tok(" dog,", add_special_tokens=False).input_ids
-        params = dict(allowed_token_ids=[*bare, *spaced, dog, comma], temperature=3.0, max_tokens=60, ignore_eos=True)
+        params = dict(allowed_token_ids=[*bare, *spaced, dog, comma], temperature=50.0, max_tokens=60, ignore_eos=True)
         prompts = ["the", "a " + word, "a,"]
-        texts = lambda **kw: [o.outputs[0].text for seed in range(4) for o in generate(llm, prompts, SamplingParams(seed=seed, **params, **kw))]
+        texts = lambda **kw: [o.outputs[0].text for o in generate(llm, prompts * 4, [SamplingParams(seed=seed // 3, **params, **kw) for seed in range(12)])]
         free, banned, plain_again = texts(), texts(bad_words=[word]), texts()
         assert sum(t.count(" " + word) for t in free) > 10 and sum(len(re.findall(f"(?<! ){word}", t)) for t in free) > 10 and plain_again == free
         for t in banned: assert word not in t and len(t) > 50, t
@@ -169,8 +178,8 @@ def test_M5_a_phrase_bans_its_last_token_only_after_its_front(words, is_async):
         phrase = " big dog"
         big, dog = tok(phrase, add_special_tokens=False).input_ids
         the = tok(" the", add_special_tokens=False).input_ids[-1]
-        runs = lambda prompt, **kw: [ids(o) for s in range(6) for o in generate(llm, [prompt], SamplingParams(
-            temperature=2.0, seed=s, max_tokens=40, ignore_eos=True, allowed_token_ids=[big, dog, the], **kw))]
+        runs = lambda prompt, **kw: [ids(o) for o in generate(llm, [prompt] * 6, [SamplingParams(
+            temperature=2.0, seed=seed, max_tokens=40, ignore_eos=True, allowed_token_ids=[big, dog, the], **kw) for seed in range(6)])]
         pairs = lambda texts: {pair for t in texts for pair in zip(t, t[1:])}
         assert (big, dog) in pairs(runs("a"))
         banned = pairs(runs("a", bad_words=[phrase]))
@@ -276,7 +285,7 @@ def test_M8_logprobs_are_raw_whatever_chose_the_token(tiny_llama, how):
             assert len(c.logprobs) == 4
             for token, entry, row in zip(ids(out), c.logprobs, rows):
                 assert token in entry and len(entry) in {0: (1,), -1: (V,), V: (V,)}.get(k, (k, k + 1))
-                assert all(abs(e.logprob - row[t]) < 1e-4 and abs(e.rank - int((row >= row[t]).sum())) <= 1 for t, e in entry.items())
+                check_values(entry, row, (p, k))
                 others = sorted(e.rank for t, e in entry.items() if t != token)
                 assert not others or others[0] <= 2 and len(others) >= k - 1
                 if k in (-1, V): assert abs(sum(math.exp(e.logprob) for e in entry.values()) - 1) < 1e-4

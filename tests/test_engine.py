@@ -127,8 +127,8 @@ def test_s02_s09_prompts_that_can_never_run_are_refused(tiny, monkeypatch):
         assert_drained(llm)
 
 
-@pytest.mark.parametrize("field", [dict(n=2), dict(presence_penalty=.5), dict(logit_bias={3: 1.}), dict(logprobs=2), dict(bad_words=["x"]),
-                                   dict(allowed_token_ids=[3]), dict(prompt_logprobs=1)])
+@pytest.mark.parametrize("field", [dict(structured_outputs={"regex": "a"}), dict(thinking_token_budget=4), dict(repetition_detection={"min_count": 2}),
+                                   dict(extra_args={"a": 1}), dict(routed_experts_prompt_start=1)])
 def test_fields_that_do_not_act_yet_are_refused_by_name(llm, field):
     with pytest.raises(ValueError, match=next(iter(field))): one(llm, PROMPT, SamplingParams(max_tokens=2, **field))
 

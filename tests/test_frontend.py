@@ -185,21 +185,22 @@ def test_spaces_between_special_tokens():
     words = Tokenizer(models.WordLevel({"yes": 0, "no": 1}, unk_token="no"))   # without a decoder: a space between any two
     words.add_special_tokens(["<a>", "<b>"])
     words.add_tokens(["added"])
-    names = ["yes", "no", "<a>", "<b>", "added"]
+    names, hf = ["yes", "no", "<a>", "<b>", "added"], fast(words)
     off = dict(skip_special_tokens=False, spaces_between_special_tokens=False)
     for n in range(300):
         ids = [rng.randrange(5) for _ in range(rng.randint(1, 12))]
         want = "".join((" " if i < 2 or n == 0 or ids[n - 1] < 2 else "") + names[i] for n, i in enumerate(ids))
         group = rng.randint(1, 3)
-        assert "".join(deltas(fast(words), [0], ids, group=group, **off)) == want, (ids, group)
+        assert "".join(deltas(hf, [0], ids, group=group, **off)) == want, (ids, group)
         plain = "".join(" " + names[i] for i in ids)
-        assert "".join(deltas(fast(words), [0], ids, group=group, skip_special_tokens=False)) == plain
-        shown = "".join(deltas(fast(words), [0], ids, group=group, spaces_between_special_tokens=False))   # skipped ones: no effect
+        assert "".join(deltas(hf, [0], ids, group=group, skip_special_tokens=False)) == plain
+        shown = "".join(deltas(hf, [0], ids, group=group, spaces_between_special_tokens=False))   # skipped ones: no effect
         assert shown == continuation(words, [0], ids, True)
     for name, tok in TOKENIZERS.items():   # decoders that put no spaces of their own: no effect
+        hf = fast(tok)
         for _ in range(200):
             ids = [rng.choice([0, 1, 2, rng.randrange(tok.get_vocab_size())]) for _ in range(rng.randint(1, 20))]
-            got, want = (deltas(fast(tok), [5], ids, skip_special_tokens=False, spaces_between_special_tokens=x) for x in (False, True))
+            got, want = (deltas(hf, [5], ids, skip_special_tokens=False, spaces_between_special_tokens=x) for x in (False, True))
             assert got == want, (name, ids)
 
 

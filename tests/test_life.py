@@ -1,12 +1,11 @@
 """Life and death of an engine (cases I1, I2, I4, I5, S6): whoever is killed, interrupted, broken or forgotten, callers are told and nothing is left."""
-import asyncio, gc, json, os, random, shutil, signal, subprocess, sys, threading, time
-from pathlib import Path
+import asyncio, gc, os, random, shutil, signal, subprocess, sys, threading, time
 
 import psutil, pytest
 
 import ipc_fakes as fakes
 from life_tools import (HERE, assert_drained, cores, engine_of, fake_async_llm, fake_llm, params, pid_of, run_script, tokens_of, wait_until)
-from litevllm import LLM, EngineArgs, EngineDeadError, SamplingParams
+from litevllm import LLM, EngineArgs, EngineDeadError
 from litevllm.engine.async_llm import AsyncLLM
 from litevllm.sampling_params import RequestOutputKind
 from litevllm.tiny import write_tiny_model
@@ -53,8 +52,6 @@ def test_i1_sigkill_while_generating(executor):
             start = time.monotonic()
             with pytest.raises(EngineDeadError, match="SIGKILL"): call()
             assert time.monotonic() - start < 0.5
-        assert not engine_of(llm).output_processor.request_states or set(engine_of(llm).output_processor.external_req_ids) == set(mine.request_ids)
-        mine.close()
         assert not engine_of(llm).has_unfinished_requests()
     assert not psutil.pid_exists(pid_of(llm))
 
@@ -66,6 +63,31 @@ def test_i1_sigkill_while_idle():
         start = time.monotonic()
         with pytest.raises(EngineDeadError, match="SIGKILL"): llm.generate([[1]], params(3), use_tqdm=False)
         assert time.monotonic() - start < 5
+
+
+def test_a_fork_is_told_even_if_the_engine_was_held_when_it_was_made():
+    out = run_script("""
+        import os, sys, threading
+        from life_tools import *
+        llm, held, go = fake_llm(), threading.Event(), threading.Event()
+        def hold():
+            with llm._shared:
+                held.set()
+                go.wait(20)
+        threading.Thread(target=hold).start()
+        held.wait(10)
+        stream_pid = os.fork()
+        if stream_pid == 0:
+            for call in (lambda: llm.generate([[1]]), lambda: llm.stream([[1]])):
+                try: call()
+                except RuntimeError as e: print("told" if "fork" in str(e) else e, flush=True)
+            sys.exit(0)      # its exit handlers must not take our engine along
+        assert os.waitstatus_to_exitcode(os.waitpid(stream_pid, 0)[1]) == 0
+        go.set()
+        assert llm.generate([[1]], params(3), use_tqdm=False)[0].outputs[0].token_ids == tokens_of(1, 1, 3)
+        print("unharmed")
+        """)
+    assert out.split()[-3:] == ["told", "told", "unharmed"], out
 
 
 @pytest.mark.parametrize("make", [fake_llm, fake_async_llm])
@@ -131,17 +153,16 @@ def test_i2_a_list_with_a_bad_prompt_submits_nothing():
 
 # ---- I4: a child that can't start says why --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("how", ["no config", "bad json", "no tokenizer", "architecture"])
+@pytest.mark.parametrize("how", ["no config", "bad json", "no tokenizer"])
 def test_i4_the_reason_is_in_the_exception(tiny_llama, tmp_path, how):
-    "What the front process finds out by itself; what only the child can (weights, memory) is in test_ipc_llm.py."
+    "What the front process finds out by itself; what only the child can (architecture, weights, memory) is in test_ipc_llm.py."
     path = shutil.copytree(tiny_llama, tmp_path / "broken")
     config = path / "config.json"
     if how == "no config": config.unlink()
     elif how == "bad json": config.write_text("{not json")
-    elif how == "architecture": config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["FancyNewForCausalLM"]}))
     else:
         for p in path.glob("tokenizer*"): p.unlink()
-    word = {"no tokenizer": "tokenizer", "architecture": "FancyNewForCausalLM"}.get(how, "config.json")
+    word = "tokenizer" if how == "no tokenizer" else "config.json"
     for start in (lambda: LLM(str(path)), lambda: AsyncLLM.from_engine_args(EngineArgs(str(path)))):
         with pytest.raises((RuntimeError, ValueError, OSError), match=word): start()
     assert not cores()
@@ -207,20 +228,21 @@ def test_i5_every_way_to_end_takes_the_child(how):
 def test_i5_build_and_close_five_times_is_flat(tmp_path, monkeypatch):
     "Children, threads, open files, socket directories and memory."
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    def cycle():
-        with fake_llm() as llm:
-            stream = llm.stream([[1]] * 3, params(10**6))
-            for _ in range(30): next(stream)
-        other = fake_async_llm()
-        asyncio.run(read(other, [1], "x", params(30)))
-        other.shutdown()
-        del llm, stream, other
+    def cycle(k):
+        if k % 2:
+            llm = fake_async_llm()
+            asyncio.run(read(llm, [1], "x", params(30)))
+            llm.shutdown()
+        else:
+            with fake_llm() as llm:
+                stream = llm.stream([[1]] * 3, params(10**6))
+                for _ in range(30): next(stream)
         gc.collect()
     me = psutil.Process()
     def state(): return len(cores()), threading.active_count(), me.num_fds(), len(os.listdir(tmp_path))
-    cycle()       # ZeroMQ and others keep a few things from first use
+    for k in range(2): cycle(k)       # ZeroMQ and others keep a few things from first use
     before, memory = state(), me.memory_info().rss
-    for _ in range(5): cycle()
+    for k in range(5): cycle(k)
     assert state() == before
     assert me.memory_info().rss - memory < 20 << 20
 
@@ -286,7 +308,7 @@ def test_s6_five_hundred_requests_aborted_at_random(front):
 
 def mixed_round(llm, rng, k):
     "One way, drawn at random, to leave requests unfinished."
-    sp = params(rng.randint(1, 200), output_kind=DELTA, **(dict(n=rng.randint(2, 3), seed=k, temperature=1.0) if rng.random() < 0.3 else {}))
+    sp = params(rng.randint(1, 60), output_kind=DELTA, **(dict(n=rng.randint(2, 3), seed=k, temperature=1.0) if rng.random() < 0.3 else {}))
     prompts = [[rng.randint(1, 9)] * rng.randint(1, 40) for _ in range(rng.randint(1, 6))]
     how = rng.choice(["ctrl-c", "abort one", "abort all", "break", "close", "drop unread", "by id", "error in the loop", "to the end", "bad prompt"])
     if how == "ctrl-c":

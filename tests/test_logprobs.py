@@ -68,7 +68,7 @@ def serve(worker, prompts, params, blocks=200, is_async=False, rounds=1, between
     config = worker.vllm_config
     scheduler = (AsyncScheduler if is_async else Scheduler)(replace(config.scheduler_config, async_scheduling=is_async, **scheduler_args),
                                                             replace(config.cache_config, num_gpu_blocks=blocks))
-    served, in_flight, preemptions, steps = {}, deque(), 0, 0
+    served, in_flight, delivered, preemptions, steps = {}, deque(), set(), 0, 0
     for number in range(rounds):
         for i, (prompt, p) in enumerate(zip(prompts, params)):
             served[f"{i}-{number}"] = Served()
@@ -78,7 +78,11 @@ def serve(worker, prompts, params, blocks=200, is_async=False, rounds=1, between
                 between(scheduler, steps)
                 plan = scheduler.schedule()
                 preemptions += len(plan.preempted_req_ids)
-                in_flight.append((plan, worker.execute_model(plan)))
+                result = worker.execute_model(plan)
+                in_flight.append((plan, result))
+                assert not delivered & set(result.prompt_logprobs_dict), "once a request"
+                delivered |= set(result.prompt_logprobs_dict)
+                assert all(len(entries) == len(result.sampled_token_ids[result.req_id_to_index[r]]) for r, entries in result.logprobs.items())
             if len(in_flight) == 1 + is_async or not scheduler.has_requests():
                 for out in scheduler.update_from_output(*in_flight.popleft()).outputs: served[out.request_id].take(msgpack(out))
                 if (drafts := worker.take_draft_token_ids()) is not None: scheduler.update_draft_token_ids(drafts)
@@ -225,7 +229,7 @@ LENGTHS = [1, 2, BS - 1, BS, BS + 1, 2 * BS + 1]
 def test_prompt_logprobs(worker, hf, how):
     prompts = [PROMPT[:n] for n in LENGTHS for _ in range(4)] + [PROMPT]
     asked = [0, 1, 5, -1] * len(LENGTHS) + [None]
-    params = [greedy(2, prompt_logprobs=k, logprobs=k and 1) for k in asked]
+    params = [greedy(2, prompt_logprobs=k, logprobs=k and 1, skip_reading_prefix_cache=(i % 3 == 0 and None)) for i, k in enumerate(asked)]
     served, _ = serve(worker, prompts, params, **how)
     for s, prompt, k in zip(served, prompts * 2, asked * 2):
         assert len(s.tokens) == 2
@@ -343,6 +347,11 @@ def test_hopeless_while_blocks_are_short(worker, is_async):
     assert [s.tokens for s in served[1::2]] == [[6] * 6, [6] * 8] and served[4].tokens == [6] * 3
 
 
+def test_a_partial_prefill_beside_it_has_no_row_that_could_fail(worker):
+    served, _ = serve(worker, [PROMPT, [1], PROMPT[1:]], [greedy(2), hopeless(), greedy(2)], long_prefill_token_threshold=2)
+    assert [s.reason for s in served] == ["length", "error", "length"] and served[1].outputs == 1
+
+
 @pytest.mark.parametrize("after", range(1, 5))
 def test_a_failed_draft_row_is_no_failure_yet(path, after):
     "With drafts the hopeless position lies in the middle of a step: the tokens before it are kept, as without drafts."
@@ -377,6 +386,23 @@ def test_logits_that_are_not_finite(sick_worker, worker, params, is_async):
     for i, s in enumerate(served):
         if i % 4 == 1: assert (s.tokens, s.reason) == ([], "error") and s.error.startswith("the logits are not finite")
         else: assert s.tokens == healthy[i % 4].tokens and s.reason == "length"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_logit_that_is_no_number(worker, monkeypatch, value):
+    "NaN or infinity at a single token is seen through every filter; -inf is only a token that can't come."
+    compute = worker.model_runner.model.compute_logits
+    def spoiled(hidden):
+        logits = compute(hidden)
+        logits[:, 77] = value
+        return logits
+    monkeypatch.setattr(worker.model_runner.model, "compute_logits", spoiled)
+    ways = [dict(temperature=0), dict(), dict(top_p=.5), dict(top_k=1), dict(top_k=2), dict(min_p=.1), dict(top_k=3, top_p=.9), dict(repetition_penalty=1.5)]
+    reason = "length" if value == -float("inf") else "error"
+    for group in (ways, ways[1:]):     # with a greedy row among them and without
+        served, _ = serve(worker, [PROMPT] * len(group), [SamplingParams(max_tokens=2, ignore_eos=True, seed=3, logprobs=1, **way) for way in group])
+        assert [s.reason for s in served] == [reason] * len(group)
+        assert reason == "length" or all(s.error.startswith("the logits are not finite") for s in served)
 
 
 def test_float16_overflow_is_an_error(tmp_path):
@@ -421,6 +447,17 @@ def test_errors_free_the_blocks_and_spare_the_others(is_async):
     check_books(s)
     if is_async: assert [o.request_id for o in s.update_from_output(late, result(late, {r: [9] for r in "ABC"})).outputs] == ["A", "C"]
     assert s.schedule().finished_req_ids == {"B"}
+
+
+def test_the_schedulers_own_error_keeps_its_words():
+    "B is ended by the scheduler while its step is in flight; its output goes out with A's, which has logprobs."
+    s = make_scheduler()
+    add(s, "A", 3, logprobs=0)
+    b = add(s, "B", 3, logprobs=0)
+    plan = s.schedule()
+    s._fail_request(b, "outgrown")
+    outs = s.update_from_output(plan, result(plan, {"A": [7], "B": [7]}, logprobs={"A": [ENTRY], "B": [ENTRY]})).outputs
+    assert [(o.request_id, o.error, o.new_token_ids, o.new_logprobs) for o in outs] == [("B", "outgrown", [], []), ("A", None, [7], [ENTRY])]
 
 
 def test_an_error_of_a_preempted_and_of_an_aborted_request():

@@ -57,17 +57,12 @@ def test_flat_is_a_list_of_dicts():
     for _ in range(300):
         nested, flat = [], FlatLogprobs()
         for _ in range(rng.randint(0, 8)):
-            what = rng.randrange(4)
-            if what == 0: more = [random_position(rng)]
-            else: more = [random_position(rng) for _ in range(rng.randint(0, 3))]
+            more, how = [random_position(rng) for _ in range(rng.randint(0, 3))], rng.choice(("append", "extend", "extend by columns"))
             nested += more
-            if what == 0: flat.append(more[0])
-            elif what == 1: flat.extend(more)
-            elif what == 2: flat.extend(FlatLogprobs()) or [flat.append(m) for m in more]
-            else:
-                other = FlatLogprobs()
-                other.extend(more)
-                flat.extend(other)
+            other = FlatLogprobs()
+            other.extend(more)
+            if how == "append": [flat.append(m) for m in more]
+            else: flat.extend(more if how == "extend" else other)
         assert list(flat) == nested and len(flat) == len(nested)
         for i in range(-len(nested), len(nested)): assert flat[i] == nested[i]
         for _ in range(20):
@@ -158,10 +153,9 @@ def test_m8_each_candidate_shows_what_it_would_add(name):
 def test_m8_a_character_in_four_tokens():
     "The parts have no text, the last one has all of it; another candidate in that place shows the character that it would make."
     tok = TOKENIZERS["byte_level"]
-    hf, one = fast(tok), {b: tok.token_to_id(c) for b, c in zip("😀😁".encode(), map(str, tok.encode("😀😁").tokens))}
-    byte = {b: tok.token_to_id(ch) for b, ch in byte_alphabet().items()}
+    hf, byte = fast(tok), {b: tok.token_to_id(ch) for b, ch in byte_alphabet().items()}
     first, second = "😀".encode(), "😁".encode()
-    assert first[:3] == second[:3] and one
+    assert first[:3] == second[:3]
     lp = chain(hf, [byte[65]], [byte[b] for b in first], alternatives=[byte[second[3]], byte[66]])
     assert decoded(lp.logprobs) == ["", "", "", "😀"]
     assert lp.logprobs[3][byte[second[3]]].decoded_token == "😁" and lp.logprobs[0][byte[66]].decoded_token == "B"
@@ -288,6 +282,40 @@ def test_prompt_of_one_token_and_an_end_before_the_first_output():
         one, two = proc.process_outputs(ends).request_outputs
         assert list(one.prompt_logprobs) == [None]
         assert two.prompt_logprobs is None and list(two.outputs[0].logprobs) == [] and two.outputs[0].cumulative_logprob == 0
+
+
+LAST = dict(
+    s40_eos=([[A], [B, EOS]], dict(end=FinishReason.STOP), "ab", None),
+    s40_stop_id=([[A], [D]], dict(end=FinishReason.STOP, end_reason=D), "a", D),
+    s40_stop_id_included=([[A], [D]], dict(end=FinishReason.STOP, end_reason=D, include_stop_str_in_output=True), "ad", D),
+    s44_stop_string=([[A], [B], [C], [D], [A]], dict(stop=["cd"]), "ab", "cd"),
+    s44_included=([[A], [B], [C, D, A], [A]], dict(stop=["cd"], include_stop_str_in_output=True), "abcd", "cd"),
+    s45_first_in_list_order=([[X, X], [A, B], [A]], dict(stop=["b", "ab"]), "xxa", "b"),
+    s46_held_back_to_the_end=([[A], [X], [X]], dict(stop=["xxx"]), "axx", None),
+    s46_not_before_min_tokens=([[X], [Y], [A], [X], [Y], [A]], dict(stop=["xy"], min_tokens=3), "xya", "xy"))
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_s40_s44_s45_s46_ids_text_and_logprobs_of_the_end(case):
+    "Whatever is cut off the text, ids and logprobs are of every token that was made, in all kinds of output."
+    steps, kw, text, reason = LAST[case]
+    core = {k: kw.get(k) for k in ("end", "end_reason")}
+    for kind in KINDS:
+        proc = OutputProcessor(TOK)
+        params = {k: v for k, v in kw.items() if k not in core}
+        proc.add_request(request(output_kind=kind, logprobs=2, **params), None)
+        outs = []
+        for i, ids in enumerate(steps):
+            last = i == len(steps) - 1
+            end, reason_of_core = (FinishReason.LENGTH if core["end"] is None else core["end"], core["end_reason"]) if last else (None, None)
+            outs += proc.process_outputs([out("r-00000000", ids, end, True, stop_reason=reason_of_core)]).request_outputs
+        assert is_empty(proc) and [o.finished for o in outs] == [False] * (len(outs) - 1) + [True]
+        parts = [o.outputs[0] for o in outs] if kind is DELTA else [outs[-1].outputs[0]]
+        ids = [t for p in parts for t in p.token_ids]
+        assert "".join(p.text for p in parts) == text and parts[-1].stop_reason == reason
+        assert ids == [t for s in steps for t in s][:len(ids)] and [next(iter(e)) for p in parts for e in p.logprobs] == ids
+        assert parts[-1].cumulative_logprob == pytest.approx(sum(-0.5 - t / 8 for t in ids))
+        assert parts[-1].finish_reason == ("length" if case == "s46_held_back_to_the_end" else "stop")
 
 
 # ---------------------------------------------------------------- RequestOutput.add

@@ -172,7 +172,7 @@ def test_a_finalizer_never_waits_for_the_lock(fake):
     with fake._shared:
         before = time.monotonic()
         del stream
-        assert time.monotonic() - before < 0.05 and fake.llm_engine.has_unfinished_requests()
+        assert time.monotonic() - before < 1 and fake.llm_engine.has_unfinished_requests()
     assert not fake.llm_engine.has_unfinished_requests()    # seen to when the engine was let go
 
 

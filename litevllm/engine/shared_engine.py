@@ -6,7 +6,7 @@
 __all__ = ['hold_interrupts', 'Inbox', 'SharedEngine']
 
 # %% ../../nbs/01j_shared_engine.ipynb #0d407956
-import contextlib, signal, threading
+import contextlib, os, signal, threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -48,11 +48,13 @@ class Inbox(deque):
 class SharedEngine:
     "An `LLMEngine` for several consumers in any threads. `with shared:` is a stretch in which it is yours alone."
     def __init__(self, engine: LLMEngine):
-        self.engine = engine
+        self.engine, self._pid = engine, os.getpid()
         self._door, self._room, self._owner = threading.Lock(), threading.Lock(), None
         self._dropped: deque[Iterable[str]] = deque()
 
     def _acquire(self, timeout: float = -1) -> bool:
+        if os.getpid() != self._pid:   # a fork inherits the locks as they were, and nobody who would open them
+            raise EngineDeadError(f"The engine belongs to process {self._pid}; this is a fork of it, {os.getpid()}. Make a new one here.")
         if not self._door.acquire(timeout=timeout): return False
         if got := self._room.acquire(timeout=timeout): self._owner = threading.get_ident()
         self._door.release()
@@ -103,10 +105,14 @@ class SharedEngine:
     def drop(self, internal_ids: Iterable[str]):
         "The same for a finalizer: never waits. Done at once if nobody holds the engine, else when they let go."
         self._dropped.append(internal_ids)
-        if self._acquire(0): self._release()
+        with contextlib.suppress(EngineDeadError):
+            if self._acquire(0): self._release()
 
     def close(self):
-        "Ends the engine; every consumer gets EngineDeadError. Called again, it does what Ctrl-C kept the first call from doing."
+        """Ends the engine; every consumer gets EngineDeadError. In a fork it does nothing.
+
+        Called again, it does what Ctrl-C kept the first call from doing."""
+        if os.getpid() != self._pid: return
         free = self._owner != threading.get_ident() and self._acquire(5)   # a finalizer may come while this very thread holds it
         try:
             self.engine.output_processor.propagate_error(EngineDeadError("The engine was shut down."))

@@ -33,7 +33,7 @@ NOT_ASKED = -2   # in num_logprobs and num_prompt_logprobs; -1 is taken: the who
 class RequestRows:
     """Persistent rows of the running requests: at most `max_num_reqs`, each up to `max_model_len` tokens.
 
-    token_ids int32 [rows, max_model_len], block_table int32 [rows, max_blocks], and one value a row of the rest. numpy on
+    token_ids int32 [rows, max_model_len], block_table int32 [rows, max_blocks], and one value or one list a row of the rest. numpy on
     the host: a step gathers from them and sends the result to the device (vllm/v1/worker/gpu/states.py)."""
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, seed: int = 0):
         self.max_num_reqs, self.max_model_len, self.block_size = max_num_reqs, max_model_len, block_size

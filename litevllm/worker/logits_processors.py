@@ -97,7 +97,7 @@ def penalty_pairs(rows: RequestRows, index: np.ndarray, positions: np.ndarray) -
     "(entry of `index`, token id, repetition penalty, what frequency and presence penalties subtract) of each seen token."
     repetition, frequency, presence = rows.repetition_penalty[index], rows.frequency_penalty[index], rows.presence_penalty[index]
     some = np.flatnonzero((repetition != 1) | (frequency != 0) | (presence != 0))
-    if not len(some): return some,
+    if not len(some): return (some,)
     owner, token_ids, counts = count_tokens(rows, index[some], positions[some])
     owner = some[owner]
     return owner, token_ids, repetition[owner], frequency[owner] * counts + presence[owner] * (counts > 0)

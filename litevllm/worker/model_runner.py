@@ -91,9 +91,9 @@ class ModelRunner:
         With them, by request id: the logprobs of these tokens where asked for, and why there is none."""
         if not len(batch.logits_rows): return [[] for _ in batch.req_ids], {}, {}
         logits = self.model.compute_logits(hidden_states.index_select(0, batch.logits_indices))
-        row_sums, raw = logits.sum(-1), take_raw(self.rows, batch, logits)
+        raw = take_raw(self.rows, batch, logits)
         token_ids = self.sampler(logits, make_sampling_metadata(self.rows, batch, self.device))
-        failed = find_failed_rows(logits, token_ids, row_sums)
+        failed = find_failed_rows(logits, token_ids)
         if not failed and (batch.num_logits == 1).all(): sampled = token_ids[:, None].tolist()
         else: sampled = accept_drafts(token_ids.tolist(), batch, drafts, failed)
         logprobs = sampled_logprobs(raw, self.rows, batch, token_ids, sampled)
@@ -147,16 +147,13 @@ def accept_drafts(token_ids: list[int], batch: InputBatch, drafts: dict[str, lis
     return sampled
 
 # %% ../../nbs/03a_model_runner.ipynb #19c9dc38
-def find_failed_rows(logits: Tensor, token_ids: Tensor, row_sums: Tensor) -> dict[int, str]:
-    "Logits row -> why its token means nothing. logits [n, vocab] as the sampler left them, row_sums [n] from before it."
+def find_failed_rows(logits: Tensor, token_ids: Tensor) -> dict[int, str]:
+    "Logits row -> why its token means nothing. logits [n, vocab] as the sampler left them, token_ids [n] what it chose."
     chosen = logits.gather(1, token_ids[:, None])[:, 0]
-    broken = row_sums.isnan() | (row_sums == torch.inf)
-    failed = broken | ~chosen.isfinite()
-    if not failed.any(): return {}
-    struck_out = (~broken & (chosen == -torch.inf)).tolist()
+    if (finite := chosen.isfinite()).all(): return {}
     nothing = f"no token is left: what allowed_token_ids, bad_words and min_tokens exclude covers all {logits.shape[1]} tokens of the vocabulary"
     no_numbers = "the logits are not finite: numbers out of the dtype's range, or broken weights"
-    return {row: nothing if struck_out[row] else no_numbers for row in failed.nonzero()[:, 0].tolist()}
+    return {row: nothing if chosen[row] == -torch.inf else no_numbers for row in (~finite).nonzero()[:, 0].tolist()}
 
 
 def name_failed(failed: dict[int, str], batch: InputBatch) -> dict[str, str]:
