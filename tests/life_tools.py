@@ -83,6 +83,6 @@ def cores():
 def run_script(script, *, timeout=60, **env):
     "A script in a Python of its own, in a session of its own, with tests/ on its path; its output, the exit code being 0."
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])} | env
-    p = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=timeout, env=env, start_new_session=True)
+    p = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=HERE, capture_output=True, text=True, timeout=timeout, env=env, start_new_session=True)
     assert p.returncode == 0, f"exit code {p.returncode}\n{p.stdout[-3000:]}\n{p.stderr[-6000:]}"
     return p.stdout

@@ -1,5 +1,6 @@
 """`AsyncLLM`: one generator per request, many at once, in any event loop; whoever goes away leaves nothing behind."""
 import asyncio, gc, os, random, signal, threading, time, warnings
+from collections import deque
 
 import psutil, pytest
 
@@ -8,6 +9,7 @@ from life_tools import assert_drained, engine_of, fake_async_llm, params, pid_of
 from litevllm import LLM, EngineDeadError, SamplingParams
 from litevllm.config import EngineArgs
 from litevllm.engine.async_llm import AsyncLLM, AsyncLLMEngine
+from litevllm.messages import EngineCoreOutput, EngineCoreOutputs
 from litevllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.timeout(60)
@@ -145,7 +147,8 @@ def test_a_generator_that_outlives_its_loop(fake):
     "asyncio can't close it any more when it is collected; its mailbox's finalizer does."
     loop = asyncio.new_event_loop()
     generator = fake.generate([7], delta(100_000), "x")
-    loop.run_until_complete(anext(generator))
+    async def first(): await anext(generator)      # within the loop, so that it is asyncio's to close
+    loop.run_until_complete(first())
     for task in asyncio.all_tasks(loop): task.cancel()
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()                     # without shutdown_asyncgens()
@@ -193,6 +196,18 @@ def test_a_storm_of_cancellations(fake):
     for k, outputs in done: assert outputs[-1].finished and joined(outputs) == tokens_of(k + 1, 1, len(joined(outputs)))
     assert_drained(fake)
     assert joined(asyncio.run(read(fake, [5], "live", delta()))[0]) == tokens_of(5, 1, 5)
+
+
+def test_an_output_that_comes_while_the_waiter_signs_up(fake):
+    "Between its look into the mail and its name on the list: it must look again, or it waits for ever."
+    client = engine_of(fake).engine_core
+    class Late(deque):
+        def append(self, waiter):
+            client.resources.outputs.put(EngineCoreOutputs([EngineCoreOutput("nobody", [1])]))
+            super().append(waiter)
+    old, client.resources.waiters = client.resources.waiters, Late()
+    try: assert asyncio.run(asyncio.wait_for(client.get_output_async(), 5)).outputs[0].request_id == "nobody"
+    finally: client.resources.waiters = old
 
 
 # ---- loops and slow readers -----------------------------------------------------------------------------------------------------------
@@ -256,7 +271,8 @@ def test_ctrl_c_in_asyncio_run(fake):
     out = run_script("""
         import asyncio, os, signal
         from life_tools import *
-        from litevllm.sampling_params import RequestOutputKind
+        from litevllm.messages import EngineCoreOutput, EngineCoreOutputs
+from litevllm.sampling_params import RequestOutputKind
         llm = fake_async_llm()
         async def read(n, delay=None):
             if delay: asyncio.get_running_loop().call_later(delay, os.kill, os.getpid(), signal.SIGINT)

@@ -223,6 +223,7 @@ def test_M5_an_allow_list_that_the_bans_cover(words, is_async):
 def adjusted(logits, p, prompt, outputs):
     "Ten lines of reference: repetition looks at prompt and output, presence and frequency at the output."
     x = logits.clone()
+    if p.allowed_token_ids: x[[t for t in range(len(x)) if t not in p.allowed_token_ids]] = -torch.inf
     for t in set(prompt) | set(outputs): x[t] = x[t] / p.repetition_penalty if x[t] > 0 else x[t] * p.repetition_penalty
     for t in set(outputs): x[t] -= p.presence_penalty + p.frequency_penalty * outputs.count(t)
     return x
@@ -244,13 +245,16 @@ PENALTIES = {"repetition": dict(repetition_penalty=1.8), "presence": dict(presen
 @pytest.mark.parametrize("kind", PENALTIES)
 @BOTH
 def test_M6_penalties_in_every_order_with_rows_that_move(tiny_llama, kind, is_async):
-    "Repeats in the prompt; a penalised, a plain and a short request in all six orders; preempted and resumed; each step against the reference."
-    repeats = [7, 8, 7, 7, 300, 8, 7, 300]
-    requests = [(repeats, greedy(16, **PENALTIES[kind])), (repeats[::-1], greedy(16)), ([9, 7, 9, 9], greedy(2, **PENALTIES[kind]))]
+    """Repeats in the prompt; a penalised, a plain and a short request in all six orders; preempted and resumed; each step against the reference.
+
+    Eight tokens are allowed, three of them the prompt's, so that it shows whatever is counted wrongly."""
+    a, b, c, *_ = few = [360, 347, 107, 497, 395, 32, 406, 349]      # chosen such that each kind of penalty changes most of the answer
+    repeats, few = [a, b, a, a, c, b, a, c], dict(allowed_token_ids=few)
+    requests = [(repeats, greedy(16, **few, **PENALTIES[kind])), (repeats[::-1], greedy(16, **few)), ([b, a, b, b], greedy(2, **few, **PENALTIES[kind]))]
     with LLM(tiny_llama, async_scheduling=is_async, block_size=4) as llm:
         want = [generate(llm, [p], sp)[0] for p, sp in requests]
         for (p, sp), out in zip(requests, want): check_greedy_reference(tiny_llama, p, sp, out)
-        assert ids(want[0]) != ids(generate(llm, [repeats], greedy(16))[0]), "the penalty does nothing here"
+        assert ids(want[0]) != ids(generate(llm, [repeats], greedy(16, **few))[0]), "the penalty does nothing here"
         for order in itertools.permutations(range(3)):
             for i, out in zip(order, generate(llm, [requests[i][0] for i in order], [requests[i][1] for i in order])):
                 check_greedy_reference(tiny_llama, *requests[i], out)

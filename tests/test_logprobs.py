@@ -486,7 +486,8 @@ def raw(prompt=(1, 2, 3), **fields):
 
 
 BAD = [(dict(logit_bias={V: 1.}), "logit_bias has ids from 512"), (dict(logit_bias={-1: 1.}), "from -1"), (dict(logit_bias={1: float("nan")}), "finite"),
-       (dict(logit_bias={1: 1e300}), "finite"), (dict(logit_bias={"1": 1.}), "int"), (dict(allowed_token_ids=[5, V]), "from 5 to 512"), (dict(allowed_token_ids=[]), "empty"),
+       (dict(logit_bias={1: 1e300}), "finite"), (dict(logit_bias={"1": 1.}), "int"), (dict(allowed_token_ids=[5, V]), "from 5 to 512"),
+       (dict(allowed_token_ids=[]), "empty"),
        (dict(logprob_token_ids=[-3]), "logprob_token_ids has ids from -3"), (dict(_bad_words_token_ids=[[1], [2, V]]), "bad_words has ids from 1 to 512"),
        (dict(_bad_words_token_ids=5), "array"), (dict(stop_token_ids=[V]), "stop_token_ids"), (dict(_all_stop_token_ids={V}, min_tokens=1), "min_tokens"),
        (dict(top_k=2**63), "top_k=9223372036854775808 does not fit"), (dict(top_k=2**80), "top_k"), (dict(top_k=-5), "top_k"), (dict(top_k=2.5), "top_k"),
@@ -515,18 +516,20 @@ def test_bad_prompts_are_refused_in_the_core(worker, prompt):
     with pytest.raises(RequestRefused): check_request(raw(prompt), worker.vllm_config.model_config)
 
 
-NASTY = [0, 1, -1, 5, V - 1, V, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 1e-30, .5, 1., 2., 1e30, 1e38, float("inf"), None, True, [], [0], [V - 1], [V], [3] * 300,
+NASTY = [0, 1, -1, 5, V - 1, V, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 1e-30, .5, 1., 2., 1e30, 1e38, float("inf"), None, True, [], [0], [V - 1], [V],
+         [3] * 300,
          {5: -1e38, 6: 1e38}, {0: 1.}, {V: 1.}, [[7]], [[]], [[1, 2, 3], [V - 1]], [["a"]], "a", {3, 4}]
 
 
 def test_what_is_accepted_can_be_run(worker):
     "4000 requests of random fields: whatever `check_request` lets through must not raise in a step, alone or beside others."
     rng, accepted = random.Random(11), []
-    names = ["n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "min_tokens",
-             "logprobs", "prompt_logprobs", "logprob_token_ids", "logit_bias", "allowed_token_ids", "_bad_words_token_ids", "_all_stop_token_ids"]
+    names = ["n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids",
+             "min_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "logit_bias", "allowed_token_ids", "_bad_words_token_ids", "_all_stop_token_ids"]
     print("seed 11")
     for _ in range(4000):
-        request = raw([rng.randrange(V) for _ in range(rng.randint(1, 6))], max_tokens=None, **{name: rng.choice(NASTY) for name in rng.sample(names, rng.randint(1, 3))})
+        fields = {name: rng.choice(NASTY) for name in rng.sample(names, rng.randint(1, 3))}
+        request = raw([rng.randrange(V) for _ in range(rng.randint(1, 6))], max_tokens=None, **fields)
         try: check_request(request, worker.vllm_config.model_config)
         except RequestRefused: continue
         accepted.append(request)

@@ -176,6 +176,21 @@ def test_a_finalizer_never_waits_for_the_lock(fake):
     assert not fake.llm_engine.has_unfinished_requests()    # seen to when the engine was let go
 
 
+def test_a_note_that_is_left_while_the_lock_is_given_back(fake):
+    "Too late for the one who leaves, too early for the one who wrote it to get in: who leaves looks once more."
+    stream, lock = fake.stream([[7]], params(100_000)), fake._shared._room
+    ids = [stream._ids()]
+    class Room:
+        acquire = lock.acquire
+        def release(self):
+            if ids: fake._shared.drop(ids.pop())
+            lock.release()
+    fake._shared._room = Room()
+    next(stream)
+    fake._shared._room = lock
+    assert not ids and not fake.llm_engine.has_unfinished_requests() and not fake._shared._dropped
+
+
 def test_closing_while_others_wait(fake):
     "generate() in a thread, a stream here: both are told."
     box, stream = [], fake.stream([[8]], params(500_000))
