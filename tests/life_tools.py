@@ -1,5 +1,5 @@
 """Helpers for test_stream, test_async and test_life: engines without a model, and the look at what is left of them."""
-import os, subprocess, sys, tempfile, textwrap, time
+import os, signal, subprocess, sys, tempfile, textwrap, threading, time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,13 @@ Path(MODEL.name, "config.json").write_text('{"eos_token_id": null}')
 def fake_config(**kw):
     config = make_config(**kw)
     return replace(config, model_config=replace(config.model_config, model=MODEL.name))
+
+
+class TermInAThread(FakeExecutor):
+    "A while after its first step a SIGTERM comes to a thread that is not the main one, which does not interrupt what the main thread waits for."
+    def run(self, plan):
+        if self.steps == 0: threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+        return super().run(plan)
 
 
 def fake_llm(executor=FakeExecutor, **config) -> LLM:

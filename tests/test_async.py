@@ -29,9 +29,9 @@ def nothing_is_left(request):
     if "fake" in request.fixturenames: assert_drained(request.getfixturevalue("fake"))
 
 
-async def read(llm, prompt, request_id, sp, pause=0.0):
+async def read(llm, prompt, request_id, sp, pause=0.0, outputs=None):
     "The outputs of one request, and what ended it if that was an exception."
-    outputs = []
+    outputs = [] if outputs is None else outputs
     try:
         async for o in llm.generate(prompt, sp, request_id):
             outputs.append(o)
@@ -164,8 +164,9 @@ def test_a_generator_that_outlives_its_loop(fake):
 def test_abort_by_id_ends_the_generators_with_a_last_output(fake, n):
     more = dict(n=n, seed=1, temperature=1.0) if n > 1 else {}
     async def main():
-        tasks = [asyncio.create_task(read(fake, [k + 1], r, delta(100_000, **more))) for k, r in enumerate(["a", "b", "c", "c"])]
-        await asyncio.sleep(0.05)
+        boxes = [[] for _ in range(4)]
+        tasks = [asyncio.create_task(read(fake, [k + 1], r, delta(100_000, **more), outputs=boxes[k])) for k, r in enumerate(["a", "b", "c", "c"])]
+        while min(len(joined(box, i)) for box in boxes for i in range(n)) < 4: await asyncio.sleep(0.005)
         for ids in ("a", "a", ["b", "never"], "nobody", []): await fake.abort(ids)
         a, b = await asyncio.gather(*tasks[:2])
         assert not tasks[2].done() and not tasks[3].done()
@@ -271,8 +272,7 @@ def test_ctrl_c_in_asyncio_run(fake):
     out = run_script("""
         import asyncio, os, signal
         from life_tools import *
-        from litevllm.messages import EngineCoreOutput, EngineCoreOutputs
-from litevllm.sampling_params import RequestOutputKind
+        from litevllm.sampling_params import RequestOutputKind
         llm = fake_async_llm()
         async def read(n, delay=None):
             if delay: asyncio.get_running_loop().call_later(delay, os.kill, os.getpid(), signal.SIGINT)

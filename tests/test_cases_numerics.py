@@ -11,7 +11,7 @@ from case_tools import check_drained, check_like, check_live, core_of, generate,
 from model_harness import PagedModel
 from safetensors.torch import load_file, save_file
 
-from litevllm import LLM
+from litevllm import LLM, SamplingParams
 from litevllm.config import EngineArgs
 from litevllm.model.loader import get_model
 from litevllm.tiny import write_tiny_model
@@ -66,8 +66,8 @@ def test_N1_odd_shapes_equal_transformers(tmp_path, head_dim, heads, backend):
     """Head size and head ratio that no power of two divides, head_dim that is not hidden / heads, block sizes 1 to 256: prompts of b-1, b, b+1 and
     3b+2 ids in one batch, one in chunks, and a decode step each; and no write outside the cache or into a slot of nobody."""
     hq, hk = map(int, heads.split(":"))
-    path = write_tiny_model(tmp_path, "llama", hidden_size=8 * hq, head_dim=head_dim, num_attention_heads=hq, num_key_value_heads=hk, max_position_embeddings=1024,
-                           num_hidden_layers=1, intermediate_size=32)
+    path = write_tiny_model(tmp_path, "llama", hidden_size=8 * hq, head_dim=head_dim, num_attention_heads=hq, num_key_value_heads=hk,
+                            max_position_embeddings=1024, num_hidden_layers=1, intermediate_size=32)
     rng = random.Random(head_dim * hq)
     blocks = {"CPU_ATTN": (1, 8, 16, 32, 48, 256), "TORCH_REF": (1, 48)}[backend]
     for b in blocks:
@@ -78,14 +78,16 @@ def test_N1_odd_shapes_equal_transformers(tmp_path, head_dim, heads, backend):
             step = {r: p[sum(map(len, got[r])):-1][:chunk if int(r) > b else 10**4] for r, p in prompts.items()}
             for r, out in model.step({r: p for r, p in step.items() if p}).items(): got[r].append(out)
         for r, out in model.step({r: p[-1:] for r, p in prompts.items()}).items(): got[r].append(out)
-        for r, p in prompts.items(): torch.testing.assert_close(torch.cat(got[r]), hf_logits(path, p), rtol=0, atol=1e-4, msg=lambda m: f"block size {b}, {r} ids: {m}")
+        for r, p in prompts.items():
+            torch.testing.assert_close(torch.cat(got[r]), hf_logits(path, p), rtol=0, atol=1e-4, msg=lambda m: f"block size {b}, {r} ids: {m}")
         model.check_guards()
         assert model.held_slots(), f"block size {b}: a slot was written that belongs to nobody, or one was not"
 
 
-@pytest.mark.parametrize("arch, overrides", [("opt", dict(hidden_size=80, num_attention_heads=1)), ("opt", dict(hidden_size=192, num_attention_heads=2, word_embed_proj_dim=192)),
-                                             ("qwen2", dict(hidden_size=280, num_attention_heads=7, num_key_value_heads=1)),
-                                             ("qwen3", dict(head_dim=96, num_attention_heads=9, num_key_value_heads=3)), ("mistral", dict(head_dim=80, sliding_window=9))])
+@pytest.mark.parametrize("arch, overrides", [
+    ("opt", dict(hidden_size=80, num_attention_heads=1)), ("opt", dict(hidden_size=192, num_attention_heads=2, word_embed_proj_dim=192)),
+    ("qwen2", dict(hidden_size=280, num_attention_heads=7, num_key_value_heads=1)),
+    ("qwen3", dict(head_dim=96, num_attention_heads=9, num_key_value_heads=3)), ("mistral", dict(head_dim=80, sliding_window=9))])
 def test_N1_odd_shapes_through_generate(tmp_path, arch, overrides):
     path = write_tiny_model(tmp_path, arch, **overrides)
     rng = random.Random(1)
@@ -127,8 +129,9 @@ def poison(llm):
 
 
 @pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_REF"])
-@pytest.mark.parametrize("options", [dict(), dict(async_scheduling=False), dict(num_gpu_blocks_override=14), dict(num_gpu_blocks_override=14, async_scheduling=False),
-                                     dict(enable_prefix_caching=False, num_gpu_blocks_override=14), dict(max_num_batched_tokens=7, max_num_seqs=4)], ids=str)
+@pytest.mark.parametrize("options", [
+    dict(), dict(async_scheduling=False), dict(num_gpu_blocks_override=14), dict(num_gpu_blocks_override=14, async_scheduling=False),
+    dict(enable_prefix_caching=False, num_gpu_blocks_override=14), dict(max_num_batched_tokens=7, max_num_seqs=4)], ids=str)
 def test_N2_nan_in_all_that_belongs_to_nobody(tiny_llama, backend, options):
     "Prompts that leave the last block partly filled; pools that preempt, so that blocks change hands; the tokens are those of a clean cache."
     rng = random.Random(2)
@@ -222,15 +225,15 @@ def test_N7_the_front_page_says_that_16_bit_tokens_may_differ(root):
     assert re.search(r"promised for float32\.\s+In bfloat16 and float16.*?batch\s+size.*?other way", (root / "README.md").read_text(), re.S)
 
 
-@pytest.mark.parametrize("mp_batch", [1, 3])
-@pytest.mark.parametrize("params", [greedy(8), greedy(8).__class__(temperature=1.0, max_tokens=8, seed=1)], ids=["greedy", "random"])
-def test_N7_an_overflow_of_float16_is_noticed(tmp_path, log, params, mp_batch):
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("params", [greedy(8), SamplingParams(temperature=1.0, max_tokens=8, seed=1)], ids=["greedy", "random"])
+def test_N7_an_overflow_of_float16_is_noticed(tmp_path, params, n):
     "Weights 300 times too large: the residual passes 65504 and the logits are no numbers. The request ends with the reason; no run of token 0."
     path = write_tiny_model(tmp_path, "llama")
     weights = load_file(f"{path}/model.safetensors")
     save_file({n: t * (1 if t.dim() == 1 else 300) for n, t in weights.items()}, f"{path}/model.safetensors")
     with LLM(path, dtype="float16") as llm:
-        for out in generate(llm, [[5, 6, 7]] * mp_batch, params):
+        for out in generate(llm, [[5, 6, 7]] * n, params):
             assert out.finished and (out.outputs[0].finish_reason, ids(out)) == ("error", []) and "finite" in out.error, out
         check_drained(llm)
     with LLM(path, dtype="float32") as llm: check_live(llm)      # float32 holds them

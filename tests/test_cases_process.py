@@ -1,18 +1,20 @@
-"""Cases of public bug reports, by their ids: the child process and what runs it (I4 B1 B3)."""
+"""Cases of public bug reports, by their ids: the child process and what runs it (I2 I4 B1 B3)."""
 import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import uuid
 
 import psutil
 import pytest
-from case_tools import greedy, ids, solo
+from case_tools import check_drained, generate, greedy, ids, solo
 from run_notebooks import MARK, left_behind
 
 from litevllm import LLM
@@ -28,6 +30,30 @@ def cores():
         try: found += [p] if "litevllm.engine.core" in p.cmdline() else []
         except psutil.Error: pass
     return found
+
+
+# ---- I2: interrupts at any moment, with n > 1, through the child too, are in tests/test_life.py; here chat() and a real model
+
+@pytest.mark.parametrize("how", ["generate", "chat"])
+def test_I2_after_ctrl_c_the_next_call_is_its_own(tiny_llama, monkeypatch, how):
+    "A real signal after 0.2 s, three times; the next call has one output for one prompt, and nothing of the old one is left."
+    monkeypatch.setenv("LITEVLLM_ENABLE_MULTIPROCESSING", "0")
+    want = solo(tiny_llama, [9, 8, 7], 6)
+    with LLM(tiny_llama) as llm:
+        talk = [{"role": "user", "content": "Hello"}]
+        many = {"generate": [[5 + i, 6, 7] for i in range(200)], "chat": [talk] * 200}[how]
+        said = ids(llm.chat(talk, greedy(6), use_tqdm=False)[0])
+        for _ in range(3):
+            timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                while True: getattr(llm, how)(many, greedy(200), use_tqdm=False)
+            timer.join()
+            out, = generate(llm, [[9, 8, 7]], greedy(6))
+            assert (out.prompt_token_ids, ids(out)) == ([9, 8, 7], want)
+            again, = llm.chat(talk, greedy(6), use_tqdm=False)
+            assert ids(again) == said
+            check_drained(llm)
 
 
 # ---- I4: wrong shapes, unknown architectures, cut files and too little memory are in tests/test_ipc_llm.py
@@ -67,8 +93,9 @@ assert tokens == [7001, 7002, 7003]
 
 
 def nbdev_test(root, notebooks, workers, seconds=40):
-    """(exit code, output, processes and socket directories left behind) of `nbdev_test --n_workers` on notebooks {name: cells}; a ZMQ context with a socket in use is
-    made before it forks. One that is not done after `seconds` is killed and fails."""
+    """(exit code, output, processes and socket directories left behind) of `nbdev_test --n_workers` on notebooks {name: cells}.
+
+    A ZMQ context with a socket in use is made before it forks. One that is not done after `seconds` is killed and fails."""
     (root / "nbs").mkdir()
     shutil.copy(os.path.join(os.path.dirname(__file__), "..", "settings.ini"), root)
     for name, sources in notebooks.items():
@@ -99,8 +126,8 @@ def nbdev_test(root, notebooks, workers, seconds=40):
 def test_B1_nbdev_test_with_an_engine_in_a_cell(tmp_path, workers):
     """Notebooks that start an engine and close it, leave it open, and fail beside it: the test ends, fails because of the last alone, and leaves
     no process. (A real LLM, in a process for each notebook: tests/test_notebooks.py.)"""
-    code, text, left = nbdev_test(tmp_path, {"closes": [ENGINE, "client.shutdown()"], "leaves": [ENGINE], "raises": [ENGINE, "raise KeyError('beside the engine')"]},
-                                  workers)
+    notebooks = {"closes": [ENGINE, "client.shutdown()"], "leaves": [ENGINE], "raises": [ENGINE, "raise KeyError('beside the engine')"]}
+    code, text, left = nbdev_test(tmp_path, notebooks, workers)
     assert code == 1 and "beside the engine" in text, text[-3000:]
     assert "nbdev Tests Failed On The Following Notebooks" in text and "raises.ipynb" in text.split("Following Notebooks")[1], text[-3000:]
     assert not any(name in text.split("Following Notebooks")[1] for name in ("closes.ipynb", "leaves.ipynb"))

@@ -270,8 +270,9 @@ def test_M6_penalties_in_every_order_with_rows_that_move(tiny_llama, kind, is_as
 
 # ---- M8
 
-@pytest.mark.parametrize("how", [dict(temperature=0), dict(temperature=0.3, top_k=2), dict(temperature=2.0, seed=1), dict(temperature=1.0, top_k=5, top_p=.5, min_p=.2),
-                                 dict(temperature=0, repetition_penalty=1.5, logit_bias={9: 30.0}), dict(temperature=1.0, allowed_token_ids=[5, 6, 7, 70])], ids=str)
+@pytest.mark.parametrize("how", [
+    dict(temperature=0), dict(temperature=0.3, top_k=2), dict(temperature=2.0, seed=1), dict(temperature=1.0, top_k=5, top_p=.5, min_p=.2),
+    dict(temperature=0, repetition_penalty=1.5, logit_bias={9: 30.0}), dict(temperature=1.0, allowed_token_ids=[5, 6, 7, 70])], ids=str)
 def test_M8_logprobs_are_raw_whatever_chose_the_token(tiny_llama, how):
     "0: the sampled token only; 1, 5, 20: the likeliest and the sampled one; -1: all, and they sum to 1; past the limit: refused. All numbers are JSON."
     rng = random.Random(8)
@@ -377,7 +378,8 @@ def test_L3_each_end_token_stops_and_ignore_eos_ignores_all(tmp_path, case):
         for token in (2, 50, 60, 70):
             for force in (dict(logit_bias={token: 100.0}), dict(allowed_token_ids=[token])):
                 for own in ({}, dict(stop_token_ids=[80])):      # an own stop id must not push out the model's
-                    stopped, ignoring = generate(llm, [[5, 6, 7]] * 2, [SamplingParams(temperature=0, max_tokens=4, ignore_eos=i, **force, **own) for i in (False, True)])
+                    both = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=i, **force, **own) for i in (False, True)]
+                    stopped, ignoring = generate(llm, [[5, 6, 7]] * 2, both)
                     assert (ids(stopped), stopped.outputs[0].finish_reason) == (([token], "stop") if token in ends else ([token] * 4, "length")), (token, force)
                     assert (ids(ignoring), ignoring.outputs[0].finish_reason) == ([token] * 4, "length")
             at_least, = generate(llm, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, min_tokens=3, logit_bias={token: 100.0}))
@@ -401,7 +403,8 @@ def test_L3_no_end_token_anywhere(tmp_path):
 
 
 def test_L3_defaults_of_the_file_apply_where_no_parameters_are_given(tmp_path):
-    "repetition_penalty and others act in generate() and chat() without parameters; whoever gives parameters gets those; 'vllm' is neutral, and the EOS list stays."
+    """repetition_penalty and others act in generate() and chat() without parameters; whoever gives parameters gets those; 'vllm' is neutral, and
+    the EOS list stays."""
     generation = dict(eos_token_id=[2, 50], repetition_penalty=5.0, temperature=0.0, max_new_tokens=9)
     path = with_files(tmp_path, generation, {})
     prompt = [7, 8, 7, 300]

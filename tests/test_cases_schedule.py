@@ -11,6 +11,7 @@ from worker_harness import make_worker
 from litevllm import LLM, SamplingParams
 from litevllm.core.request import Request
 from litevllm.core.scheduler import Scheduler
+from litevllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.timeout(60)
 BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -286,6 +287,10 @@ def test_K1_a_prompt_larger_than_the_pool(tiny_llama, is_async):
                 check_drained(llm)
                 done = run_separately(llm.llm_engine, *((str(len(p)), p, greedy(5)) for p in order))
                 assert isinstance(done[str(large)], ValueError) and ids(done["4"]) == want
+                last = {len(o.prompt_token_ids or []): o for o in llm.stream(order, greedy(5, output_kind=RequestOutputKind.FINAL_ONLY))}
+                assert ids(last.pop(4)) == want
+                refused, = last.values()
+                assert refused.finished and refused.outputs[0].finish_reason == "error" and "pool has 7" in refused.error
                 check_live(llm)
         for fits in (27, 28):      # as many as there is room for; the answer ends where the pool does
             out, = generate(llm, [9] * fits, greedy(20))
@@ -332,7 +337,8 @@ def test_K4_max_tokens_round_the_rest_of_the_context(tiny_llama):
     with LLM(tiny_llama, max_model_len=24) as llm:
         for n in (1, 10, 22, 23):
             rest = 24 - n
-            for asked, got in ((None, rest), (10**9, rest), (10**30, rest), (2**63, rest), (rest + 1, rest), (rest, rest), (max(rest - 1, 1), max(rest - 1, 1)), (1, 1)):
+            for asked in (None, 10**9, 10**30, 2**63, rest + 1, rest, max(rest - 1, 1), 1):
+                got = min(asked or rest, rest)
                 out, = generate(llm, [7] * n, greedy(asked))
                 assert len(ids(out)) == got and len(out.prompt_token_ids) == n and out.outputs[0].finish_reason == "length", (n, asked)
                 check_live(llm)

@@ -18,7 +18,11 @@ GREEDY = dict(temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama):
-    with LLM(tiny_llama, **ARGS) as llm: yield llm
+    "In this process, where every table of the core can be looked at afterwards."
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("LITEVLLM_ENABLE_MULTIPROCESSING", "0")
+        llm = LLM(tiny_llama, **ARGS)
+    with llm: yield llm
 
 
 @pytest.fixture(autouse=True)

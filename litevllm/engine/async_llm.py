@@ -70,6 +70,9 @@ async def _handle_outputs(shared: SharedEngine):
         await asyncio.sleep(0)
 
 # %% ../../nbs/01g_async_llm.ipynb #929520a0
+class _Reader: pass
+
+# %% ../../nbs/01g_async_llm.ipynb #a79294ed
 class AsyncLLM:
     """The engine for asyncio, always with a child process (vllm/v1/engine/async_llm.py). May be used from several event loops.
 
@@ -108,8 +111,9 @@ class AsyncLLM:
         if lora_request is not None: raise ValueError("lora_request: litevllm has no LoRA adapters")
         request, prompt_text = self._process(request_id, prompt, sampling_params, prompt_text, tokenization_kwargs, priority)
         collector, ids = RequestOutputCollector(self._shared, request.sampling_params.output_kind), internal_ids(request)
-        forgotten = weakref.finalize(collector, self._shared.drop, ids)
-        forgotten.atexit, finished = False, False
+        reader, finished = _Reader(), False
+        forgotten = weakref.finalize(reader, self._shared.drop, ids)
+        forgotten.atexit = False
         try:
             self._shared.add_request(request_id, request, sampling_params, prompt_text, collector)
             self._log("Added request %s.", request_id)

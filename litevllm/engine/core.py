@@ -215,7 +215,10 @@ class EngineCoreProc(EngineCore):
             self._process_engine_step()
 
     def _process_input_queue(self):
-        while not self.has_work(): self._handle_client_request(*self.input_queue.get())
+        while not self.has_work():
+            # Python looks for signals between bytecodes: a SIGTERM that comes just before the wait would not end it, so it ends now and then
+            try: self._handle_client_request(*self.input_queue.get(timeout=0.5))
+            except queue.Empty: pass
         while not self.input_queue.empty(): self._handle_client_request(*self.input_queue.get())
 
     def _process_engine_step(self):
