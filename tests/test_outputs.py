@@ -181,7 +181,7 @@ def test_m8_random_ids_never_raise(name):
     hf, vocab = fast(tok), tok.get_vocab_size()
     for _ in range(150):
         low, top = rng.choice([(0, vocab + 5), (0, 260), (259, vocab)])
-        ids = [rng.randrange(low, top) for _ in range(rng.randint(2, 40))]
+        ids = [rng.randrange(low, min(top, vocab)), *(rng.randrange(low, top) for _ in range(rng.randint(1, 39)))]   # a prompt has a text
         lp = chain(hf, ids[:1], ids[1:], alternatives=rng.sample(range(vocab), 2))
         got = decoded(lp.logprobs)
         assert all(isinstance(g, str) for g in got) and len(got) == len(ids) - 1
@@ -572,6 +572,33 @@ def test_who_waits_at_a_queue_learns_of_the_end_once():
     assert shared == own == [error] and proc.get_num_unfinished_requests() == 6
     assert len(proc.abort_requests(["p", "q", "o", "s"])) == 6 and is_empty(proc)
     assert [o.finished for o in shared[1:]] == [False, False, True, True] and [o.finished for o in own[1:]] == [True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_output_that_can_not_be_processed_is_one_requests_end(kind, ended, n):
+    "A detokenizer that raises ends its request, with the reason and the tokens so far; the others of the step go on."
+    proc, queue = OutputProcessor(TOK), Queue()
+    proc.add_request(request("before-0", output_kind=kind), None)
+    bad = request("bad-0", output_kind=kind, n=n)
+    parent = ParentRequest(bad) if n > 1 else None
+    children = parent.children if parent else [bad]
+    for i, child in enumerate(children): proc.add_request(child, None, parent, i, queue)
+    proc.add_request(request("after-0", output_kind=kind), None)
+    sick, rest = children[0].request_id, [c.request_id for c in children[1:]]
+    everybody = ["before-0", sick, "after-0", *rest]
+    proc.process_outputs([out(rid, [A]) for rid in everybody])
+    def broken(*args): raise KeyError("no such token")
+    proc.request_states[sick].detokenizer.update = broken
+    done = proc.process_outputs([out(rid, [B], FinishReason.LENGTH if ended and rid == sick else None) for rid in everybody])
+    assert done.reqs_to_abort == ([] if ended else [sick]) and sorted(proc.request_states) == sorted({*everybody} - {sick})
+    done = proc.process_outputs([out(rid, [C], FinishReason.LENGTH) for rid in everybody if rid != sick])
+    texts = {o.request_id: o.outputs[0].text for o in done.request_outputs}
+    assert texts == dict.fromkeys(["before", "after"], "c" if kind is DELTA else "abc") and is_empty(proc)
+    [failed] = {id(c): c for o in queue for c in o.outputs if c.finish_reason == "error"}.values()
+    assert failed.index == 0 and (kind is DELTA or failed.token_ids == [A])
+    assert queue[-1].finished and "could not be processed: KeyError: 'no such token'" in queue[-1].error
 
 
 # ---------------------------------------------------------------- the engine, with a core that does as it is told
