@@ -207,7 +207,9 @@ def test_an_output_that_comes_while_the_waiter_signs_up(fake):
             client.resources.outputs.put(EngineCoreOutputs([EngineCoreOutput("nobody", [1])]))
             super().append(waiter)
     old, client.resources.waiters = client.resources.waiters, Late()
-    try: assert asyncio.run(asyncio.wait_for(client.get_output_async(), 5)).outputs[0].request_id == "nobody"
+    try:
+        asyncio.run(asyncio.wait_for(client.wait_for_output(), 5))
+        assert client.get_output(0).outputs[0].request_id == "nobody"
     finally: client.resources.waiters = old
 
 

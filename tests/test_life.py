@@ -65,6 +65,49 @@ def test_i1_sigkill_while_idle():
         assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_child_that_stands_still_counts_as_dead(monkeypatch, busy):
+    "A stopped process neither dies nor answers. Long steps and idle hours are no reason to give up, and a stopped front process blames nobody."
+    monkeypatch.setenv("LITEVLLM_ENGINE_TIMEOUT", "2")
+    with fake_llm() as llm:
+        if busy: stream = llm.stream([[5]], params(100_000))
+        else: time.sleep(2.5)
+        assert ids_of(llm.generate([[1]], params(3), use_tqdm=False)) == [tokens_of(1, 1, 3)]
+        child, start = psutil.Process(pid_of(llm)), time.monotonic()
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match=r"no word for 2 seconds \(LITEVLLM_ENGINE_TIMEOUT\)"):
+            if busy:
+                for _ in stream: pass
+            else: llm.reset_prefix_cache()
+        assert 1.5 < time.monotonic() - start < 6
+        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5, "it was killed")
+
+
+def test_a_front_process_that_was_stopped_goes_on():
+    out = run_script("""
+        import os, signal, subprocess, sys, time
+        os.environ["LITEVLLM_ENGINE_TIMEOUT"] = "2"
+        from life_tools import *
+        llm = fake_llm()
+        stream = llm.stream([[3]], params(2000))
+        got = [t for _ in range(5) for t in next(stream).outputs[0].token_ids]
+        subprocess.Popen(["/bin/sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        got += [t for o in stream for t in o.outputs[0].token_ids]
+        print(got == tokens_of(3, 1, 2000))
+        llm.close()
+    """)
+    assert "True" in out
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan", ""])
+def test_a_bad_engine_timeout_is_refused_before_a_child_starts(monkeypatch, value):
+    before = cores()
+    monkeypatch.setenv("LITEVLLM_ENGINE_TIMEOUT", value)
+    with pytest.raises(ValueError, match="LITEVLLM_ENGINE_TIMEOUT must be a number of seconds"): fake_llm()
+    assert cores() == before
+
+
 def test_a_fork_is_told_even_if_the_engine_was_held_when_it_was_made():
     out = run_script("""
         import os, sys, threading

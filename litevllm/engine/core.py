@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'UTILITY_METHODS', 'UniProcExecutor', 'call_utility', 'refusal', 'check_request', 'EngineCore',
-           'EngineCoreProc', 'watch_parent', 'make_socket', 'run_engine_core', 'run_until_told']
+           'engine_timeout', 'EngineCoreProc', 'watch_parent', 'make_socket', 'run_engine_core', 'run_until_told']
 
 # %% ../../nbs/01_ipc.ipynb #e1ef64b7
 import gc, importlib, os, queue, shutil, signal, sys, threading, time, traceback
@@ -194,15 +194,25 @@ class EngineCore:
     def shutdown(self): self.model_executor.shutdown()
 
 # %% ../../nbs/01_ipc.ipynb #59b7e5ef
+def engine_timeout() -> float:
+    "Seconds after which a silent busy loop counts as dead, from LITEVLLM_ENGINE_TIMEOUT; 0: never. ValueError for anything else."
+    text = os.environ.get("LITEVLLM_ENGINE_TIMEOUT", "1800")
+    try: seconds = float(text)
+    except ValueError: seconds = -1
+    if not 0 <= seconds < float("inf"): raise ValueError(f"LITEVLLM_ENGINE_TIMEOUT must be a number of seconds, or 0 for no limit, got {text!r}")
+    return seconds
+
+# %% ../../nbs/01_ipc.ipynb #5fd3d2aa
 class EngineCoreProc(EngineCore):
     "An `EngineCore` between two queues, each with a thread that owns one socket (vllm/v1/engine/core.py)."
-    ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+    ENGINE_CORE_DEAD, ALIVE = b"ENGINE_CORE_DEAD", b"ALIVE"
 
     def __init__(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type, input_socket: zmq.Socket,
                  output_socket: zmq.Socket):
         super().__init__(vllm_config, log_stats, executor_class)
         self.input_queue, self.output_queue = queue.SimpleQueue(), queue.SimpleQueue()
         self.output_queue.put([b"READY", msgspec.msgpack.encode(self.ready)])
+        self.said_alive, self.say_alive_every = time.monotonic(), min(10.0, engine_timeout() / 4) or 10.0
         self.threads = {name: threading.Thread(target=target, args=(socket,), name=f"EngineCore-{name}", daemon=True)
                         for name, target, socket in (("input", self.process_input_socket, input_socket),
                                                      ("output", self.process_output_socket, output_socket))}
@@ -213,9 +223,16 @@ class EngineCoreProc(EngineCore):
         while True:
             self._process_input_queue()
             self._process_engine_step()
+            self._say_alive()
+
+    def _say_alive(self):
+        if time.monotonic() - self.said_alive < self.say_alive_every: return
+        self.said_alive = time.monotonic()
+        self.output_queue.put([self.ALIVE])
 
     def _process_input_queue(self):
         while not self.has_work():
+            self._say_alive()
             # Python looks for signals between bytecodes: a SIGTERM that comes just before the wait would not end it, so it ends now and then
             try: self._handle_client_request(*self.input_queue.get(timeout=0.5))
             except queue.Empty: pass

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 import msgspec, zmq
 
 from ..config import VllmConfig
-from .core import EngineCore, UniProcExecutor, call_utility, refusal
+from .core import EngineCore, EngineCoreProc, UniProcExecutor, call_utility, engine_timeout, refusal
 from ..messages import (EngineCoreFailure, EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest,
                                EngineCoreRequestType, EngineHandshakeMetadata, SchedulerStats)
 
@@ -123,7 +123,7 @@ class BackgroundResources:
 
     def start(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type) -> EngineCoreReadyResponse:
         "Starts the child and shakes hands with it. RuntimeError, with the child's own reason, if that fails."
-        deadline = time.monotonic() + float(os.environ.get("LITEVLLM_STARTUP_TIMEOUT", 600))
+        deadline, self.timeout = time.monotonic() + float(os.environ.get("LITEVLLM_STARTUP_TIMEOUT", 600)), engine_timeout()
         self.child = ChildProcess([self.input_address, self.directory])
         self.identity, hello = self._await(self.input_socket, deadline)
         init = EngineHandshakeMetadata(vllm_config.to_bytes(), self.output_address, log_stats,
@@ -174,20 +174,29 @@ class BackgroundResources:
         poller = zmq.Poller()
         poller.register(self.output_socket, zmq.POLLIN)
         poller.register(self._wakeup_end, zmq.POLLIN)
+        silence = 0.0   # seconds without a word; a stretch in which we ourselves were stopped counts as one at most
         try:
             while self.dead_reason is None:
-                exited = self.child.process.poll() is not None   # asked before the socket, as in the handshake
+                exited, start = self.child.process.poll() is not None, time.monotonic()   # asked before the socket, as in the handshake
                 events = dict(poller.poll(0 if exited else 200))
+                silence = 0.0 if self.output_socket in events else silence + min(time.monotonic() - start, 1.0)
                 if self._wakeup_end.fileno() in events: self._wakeup_end.recv(4096)
                 while self.outbox: self.input_socket.send_multipart([self.identity, *self.outbox.popleft()])
                 if self.output_socket in events: self.receive(self.output_socket.recv_multipart())
                 elif exited: self.declare_dead(f"The engine core is dead: {self.child.exit_reason()}")
+                elif 0 < self.timeout < silence: self._give_up(silence)
         except Exception as e: self.declare_dead(f"The engine core client failed: {type(e).__name__}: {e}")
         finally: self.ctx.destroy(linger=0)
 
+    def _give_up(self, silence: float):
+        self.child.process.kill()   # it may hold the device's memory, and nobody will ask it for anything again
+        self.declare_dead(f"The engine core is dead: its process {self.child.process.pid} gave no word for {silence:.0f} seconds "
+                          "(LITEVLLM_ENGINE_TIMEOUT) and was killed.")
+
     def receive(self, frames: list[bytes]):
-        "One message from the core: outputs, the answer to a utility call, or its last words."
-        if frames[0] == b"ENGINE_CORE_DEAD": return self.declare_dead(f"The engine core died of an error:\n{frames[1].decode()}")
+        "One message from the core: outputs, the answer to a utility call, that it is there, or its last words."
+        if frames[0] == EngineCoreProc.ALIVE: return
+        if frames[0] == EngineCoreProc.ENGINE_CORE_DEAD: return self.declare_dead(f"The engine core died of an error:\n{frames[1].decode()}")
         outputs = msgspec.msgpack.decode(frames[0], type=EngineCoreOutputs)
         answer = outputs.utility_output
         if answer is None: self.deliver(outputs)
@@ -272,13 +281,6 @@ class AsyncMPClient(SyncMPClient):
         loop = asyncio.get_running_loop()
         r.waiters.append((loop, future := loop.create_future()))   # entered first, then looked: what comes in between finds it
         if r.outputs.empty(): await future
-
-    async def get_output_async(self) -> EngineCoreOutputs:
-        "The next outputs; EngineDeadError if there will be none. Cancelling it loses none."
-        while True:
-            await self.wait_for_output()
-            outputs = self.get_output(0)
-            if outputs.outputs or outputs.scheduler_stats: return outputs
 
 # %% ../../nbs/01b_core_client.ipynb #e79b0713
 class InprocClient(EngineCoreClient):
