@@ -6,16 +6,20 @@
 __all__ = ['logger', 'LLM']
 
 # %% ../nbs/00_api.ipynb #7b8ed57a
-import itertools, numbers, weakref
-from collections.abc import Callable, Sequence
+import difflib, itertools, numbers, weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from tqdm import tqdm
 
+from .chat import chat_prompts
+from .checks import refuse, with_place
 from .config import EngineArgs
 from .engine.llm_engine import LLMEngine
 from .engine.parallel_sampling import internal_ids
 from .engine.shared_engine import Inbox, SharedEngine, hold_interrupts
+from .inputs import prompt_text
 from .logger import init_logger
 from .outputs import RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -50,46 +54,13 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams], n: int, final:
     return clones
 
 # %% ../nbs/00_api.ipynb #e707d26c
-def _content(message: dict, parts: bool) -> str | list[dict]:
-    "The content of a message as one text, or as a list of text `parts`; ValueError for what is no text."
-    content = message.get("content")
-    if content is None and message.get("tool_calls"): content = ""   # an assistant's turn that only calls tools
-    if isinstance(content, str): return [{"type": "text", "text": content}] if parts else content
-    if not isinstance(content, list): raise ValueError(f"the content of a message must be a str or a list of text parts, got {content!r}")
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str): raise ValueError(f"a part of a message must be {{'type': 'text', 'text': ...}}, got {part!r}")
-        texts.append(text)
-    return [{"type": "text", "text": t} for t in texts] if parts else "\n".join(texts)
-
-# %% ../nbs/00_api.ipynb #206008a0
-def _as_conversations(messages: Sequence) -> list[list[dict]]:
-    "A list of conversations from one or several."
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise TypeError(f"messages must be a list of messages or a list of such lists, got {type(messages).__name__}")
-    return [messages] if messages and isinstance(messages[0], dict) else list(messages)
-
-
-def _conversation(messages: Sequence, parts: bool) -> list[dict]:
-    "One conversation with its contents in order; ValueError for an empty one or for a message without a role."
-    if not isinstance(messages, Sequence) or not messages: raise ValueError("a conversation has no messages")
-    for m in messages:
-        if not isinstance(m, dict) or "role" not in m: raise ValueError(f"a message needs a role and a content, got {m!r}")
-    return [{**m, "content": _content(m, parts)} for m in messages]
-
-# %% ../nbs/00_api.ipynb #d55d35f8
-def _chat_text(tokenizer, conversation: list[dict], **kw) -> str:
-    "The conversation in the template's form. ValueError where the template refuses it."
-    try: return tokenizer.apply_chat_template(conversation, tokenize=False, **kw)
-    except Exception as e: raise ValueError(f"the chat template refuses the conversation: {e}") from e   # Jinja's own errors, mostly
-
-# %% ../nbs/00_api.ipynb #43187da7
 class LLM:
     """A model that answers lists of prompts (vllm/entrypoints/llm.py).
 
     `model`: a local directory, a GGUF file or a hub name. The rest: as in `EngineArgs`; TypeError for an unknown argument."""
-    def __init__(self, model: str, **engine_args): self._start(LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args)))
+    def __init__(self, model: str, **engine_args):
+        _check_names(engine_args)
+        self._start(LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
@@ -137,11 +108,13 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,                                # a progress bar, or what makes one
         *,
         lora_request: None = None,                                                 # adapters are not offered
-        priority: Sequence[int] | None = None,                                     # one a prompt, lower goes first
+        priority: Sequence[int] | None = None,                                     # one a prompt, lower goes first where scheduling_policy="priority"
         tokenization_kwargs: dict[str, Any] | None = None,                         # truncate_prompt_tokens, add_special_tokens, ...
+        mm_processor_kwargs: dict[str, Any] | None = None,                         # pictures are not offered
     ) -> list[RequestOutput]:                                                      # in the order of the prompts
         "Answers all prompts; ValueError with the prompt's index before anything is submitted, EngineDeadError if the child dies."
-        call = self._call(prompts, sampling_params, priority, tokenization_kwargs, lora_request, final=True)
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        call = self._call(prompts, sampling_params, priority, tokenization_kwargs, final=True)
         requests = [_request(self.llm_engine, *one) for one in call]
         return _run(self._shared, requests, use_tqdm)
 
@@ -153,7 +126,7 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> RequestStream:                                                            # of deltas, in the order in which they come
         "★ Answers all prompts piece by piece. A bad prompt's only output has the finish_reason \"error\"; the others go on."
-        call = list(self._call(prompts, sampling_params, priority, tokenization_kwargs, None, final=False))
+        call = list(self._call(prompts, sampling_params, priority, tokenization_kwargs, final=False))
         stream = RequestStream(self._shared, self, [request_id for request_id, *_ in call])
         with hold_interrupts() as interrupts:
             try:
@@ -179,11 +152,12 @@ class LLM:
         tools: list[dict] | None = None,             # for the template to describe
         chat_template_kwargs: dict[str, Any] | None = None,   # further variables of the template
         tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         "Answers conversations; ValueError where there is no template, or with a bad conversation's index."
-        prompts = self._chat_prompts(messages, chat_template, chat_template_content_format, add_generation_prompt,
-                                     continue_final_message, tools, chat_template_kwargs)
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request,
+        prompts = chat_prompts(self.get_tokenizer(), messages, chat_template, chat_template_content_format, add_generation_prompt,
+                               continue_final_message, tools, chat_template_kwargs)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs,
                              tokenization_kwargs={"add_special_tokens": False} | (tokenization_kwargs or {}))
 
     def stream_chat(self, messages: Sequence, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -191,54 +165,35 @@ class LLM:
                     continue_final_message: bool = False, tools: list[dict] | None = None, chat_template_kwargs: dict[str, Any] | None = None,
                     tokenization_kwargs: dict[str, Any] | None = None) -> RequestStream:
         "★ Answers conversations piece by piece: to chat() what stream() is to generate()."
-        prompts = self._chat_prompts(messages, chat_template, chat_template_content_format, add_generation_prompt,
-                                     continue_final_message, tools, chat_template_kwargs)
+        prompts = chat_prompts(self.get_tokenizer(), messages, chat_template, chat_template_content_format, add_generation_prompt,
+                               continue_final_message, tools, chat_template_kwargs)
         return self.stream(prompts, sampling_params, tokenization_kwargs={"add_special_tokens": False} | (tokenization_kwargs or {}))
 
-    def _call(self, prompts: Any, params: Any, priority: Sequence[int] | None, tokenization_kwargs: dict | None, lora_request: Any, final: bool):
+    def _call(self, prompts: Any, params: Any, priority: Sequence[int] | None, tokenization_kwargs: dict | None, final: bool) -> Iterator[tuple]:
         "The arguments of `_request` for each prompt; an error where the call as a whole is wrong."
-        if lora_request is not None: raise ValueError("lora_request: litevllm has no LoRA adapters")
         batch = _as_batch(prompts)
         params = _as_params(self.get_default_sampling_params() if params is None else params, len(batch), final)
         if priority is not None and len(priority) != len(batch): raise ValueError(f"{len(batch)} prompts, but {len(priority)} priorities")
-        if priority is not None and self.llm_engine.vllm_config.scheduler_config.policy != "priority":
-            raise ValueError("priority=... needs an engine with scheduling_policy='priority'")
         for i, (prompt, p) in enumerate(zip(batch, params)):
-            yield next(self._ids), f"prompt {i} of {len(batch)}", prompt, p, priority[i] if priority else 0, tokenization_kwargs
+            place = f"prompts[{i}] (of {len(batch)})" if len(batch) > 1 else ""
+            yield next(self._ids), place, prompt, p, 0 if priority is None else priority[i], tokenization_kwargs
 
-    def _chat_prompts(self, messages: Sequence, chat_template: str | None, content_format: str, add_generation_prompt: bool,
-                      continue_final_message: bool, tools: list[dict] | None, chat_template_kwargs: dict[str, Any] | None) -> list[dict]:
-        "Conversations as texts in the template's form."
-        tokenizer = self.get_tokenizer()
-        if tokenizer is None: raise ValueError("chat() needs the tokenizer: it can't be used with skip_tokenizer_init=True")
-        if chat_template is None and not tokenizer.chat_template:
-            raise ValueError("chat() needs a chat template: the tokenizer has none, give chat_template=...")
-        if add_generation_prompt and continue_final_message:
-            raise ValueError("add_generation_prompt=True and continue_final_message=True contradict each other")
-        if content_format not in ("auto", "string", "openai"):
-            raise ValueError(f"chat_template_content_format must be 'auto', 'string' or 'openai', got {content_format!r}")
-        kw = dict(chat_template=chat_template, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                  tools=tools) | (chat_template_kwargs or {})
-        conversations, prompts = _as_conversations(messages), []
-        for i, c in enumerate(conversations):
-            try: prompts.append({"prompt": _chat_text(tokenizer, _conversation(c, content_format == "openai"), **kw)})
-            except ValueError as e: raise _with_place(e, f"conversation {i} of {len(conversations)}", len(conversations) > 1) from e
-        return prompts
+# %% ../nbs/00_api.ipynb #206008a0
+def _check_names(engine_args: dict[str, Any]):
+    "TypeError for a name that `EngineArgs` does not have, with the nearest that it has."
+    known = [f.name for f in fields(EngineArgs)]
+    for name in engine_args:
+        if name in known: continue
+        near = difflib.get_close_matches(name, known, 1)
+        raise TypeError(f"LLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 # %% ../nbs/00_api.ipynb #f865d5f9
-def _with_place(e: Exception, place: str, several: bool = True) -> Exception:
-    "The error with the place in the list that it is about, where there are several."
-    return (TypeError if isinstance(e, TypeError) else ValueError)(f"{place}: {e}") if several else e
-
-
 def _request(engine: LLMEngine, request_id: str, place: str, prompt: Any, params: SamplingParams, priority: int,
              tokenization_kwargs: dict[str, Any] | None) -> tuple:
     "The arguments of add_request(); an error says at which `place` in the list the prompt was."
-    kw = {} if tokenization_kwargs is None else {"tokenization_kwargs": tokenization_kwargs}
-    try: core_request = engine.input_processor.process_inputs(request_id, prompt, params, priority=priority, **kw)
-    except (ValueError, TypeError) as e: raise _with_place(e, place, not place.endswith(" of 1")) from e
-    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-    return request_id, core_request, params, text
+    try: core_request = engine.input_processor.process_inputs(request_id, prompt, params, priority=priority, tokenization_kwargs=tokenization_kwargs)
+    except (ValueError, TypeError) as e: raise with_place(e, place) from e
+    return request_id, core_request, params, prompt_text(prompt)
 
 # %% ../nbs/00_api.ipynb #ccd4b850
 def _run(shared: SharedEngine, requests: list[tuple], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:

@@ -6,76 +6,99 @@
 __all__ = ['logger', 'OtherArgs', 'changes_nothing']
 
 # %% ../nbs/00o_other_args.ipynb #16cf9a67
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 from .logger import init_logger
 
 # %% ../nbs/00o_other_args.ipynb #ce83389d
 logger = init_logger("litevllm.other_args")
-_NO_EFFECT = {   # taken at any value
-    "trust_remote_code": "no code from a model's repository is ever run",
-    "swap_space": "the blocks of a preempted request are computed anew, not swapped",
-    "disable_custom_all_reduce": "there is one device",
-    "max_seq_len_to_capture": "there are no CUDA graphs by sequence length",
-}
-_SAME = {        # other names of the default
+_ONE_VALUE = dict(
+    # more than one device, or more than one machine
+    tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, prefill_context_parallel_size=1, decode_context_parallel_size=1,
+    data_parallel_rank=None, data_parallel_start_rank=None, data_parallel_size_local=None, data_parallel_address=None, data_parallel_rpc_port=None,
+    data_parallel_hybrid_lb=False, data_parallel_external_lb=False, data_parallel_multi_port_external_lb=False, data_parallel_backend="mp",
+    distributed_executor_backend=None, distributed_timeout_seconds=None, cpu_distributed_timeout_seconds=None, master_addr="127.0.0.1",
+    master_port=29501, nnodes=1, node_rank=0, numa_bind=False, numa_bind_nodes=None, numa_bind_cpus=None, dcp_comm_backend="ag_rs",
+    dcp_kv_cache_interleave_size=1, cp_kv_cache_interleave_size=1, enable_dbo=False, ubatch_size=0, dbo_decode_token_threshold=32,
+    dbo_prefill_token_threshold=512, disable_nccl_for_dp_synchronization=None, ray_workers_use_nsight=False, _api_process_count=1,
+    _api_process_rank=0, worker_cls="auto", worker_extension_cls="", scheduler_cls=None,
+    # mixtures of experts
+    enable_expert_parallel=False, enable_ep_weight_filter=False, moe_backend="auto", all2all_backend="allgather_reducescatter",
+    enable_elastic_ep=False, eplb_config=None, enable_eplb=False, expert_placement_strategy="linear", enable_return_routed_experts=False,
+    # which files are read, and how: the newest revision, weights as they are stored or as a GGUF file is converted
+    revision=None, tokenizer_revision=None, code_revision=None, hf_token=None, hf_overrides=None, hf_config_path=None, model_weights="",
+    download_dir=None, tokenizer_mode="auto", config_format="auto", quantization=None, quantization_config=None, allow_deprecated_quantization=False,
+    safetensors_load_strategy=None, safetensors_prefetch_num_threads=8, safetensors_prefetch_block_size=2**24, model_loader_extra_config=None,
+    # other kinds of models, inputs and caches
+    runner="auto", task="auto", convert="auto", model_impl="auto", pooler_config=None, enable_prompt_embeds=False, io_processor_plugin=None,
+    renderer_num_workers=1, allowed_local_media_path="", allowed_media_domains=None, language_model_only=False, limit_mm_per_prompt=None,
+    enable_mm_embeds=False, interleave_mm_strings=False, media_io_kwargs=None, mm_processor_kwargs=None, mm_processor_cache_gb=4,
+    mm_processor_cache_type="lru", mm_shm_cache_max_object_size_mb=128, mm_encoder_only=False, mm_encoder_tp_mode="weights",
+    mm_encoder_attn_backend=None, mm_encoder_attn_dtype=None, mm_encoder_fp8_scale_path=None, mm_encoder_fp8_scale_save_path=None,
+    mm_encoder_fp8_scale_save_margin=1.5, skip_mm_profiling=False, video_pruning_rate=None, mm_tensor_ipc="direct_rpc", disable_chunked_mm_input=False,
+    mamba_config=None, mamba_backend="triton", mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", mamba_block_size=None, mamba_cache_mode="none",
+    enable_mamba_cache_stochastic_rounding=False, mamba_cache_philox_rounds=0, gdn_prefill_backend=None,
+    # adapters
+    enable_lora=False, max_loras=1, max_lora_rank=16, default_mm_loras=None, fully_sharded_loras=False, max_cpu_loras=None, lora_dtype="auto",
+    lora_target_modules=None, enable_tower_connector_lora=False, specialize_active_lora=False, enable_mixed_moe_lora_format=False,
+    # memory, schedule and speed
+    cpu_offload_gb=0, cpu_offload_params=None, offload_backend="auto", offload_group_size=0, offload_num_in_group=1, offload_prefetch_step=1,
+    offload_params=None, kv_offloading_size=None, kv_offloading_backend="native", kv_transfer_config=None, kv_events_config=None,
+    ec_transfer_config=None, kv_sharing_fast_prefill=False, calculate_kv_scales=False, kv_cache_dtype_skip_layers=None,
+    prefix_caching_hash_algo="sha256", disable_hybrid_kv_cache_manager=None, disable_sliding_window=False, enable_sleep_mode=False,
+    enable_cumem_allocator=False, max_num_partial_prefills=1, max_long_partial_prefills=1, scheduler_reserve_full_isl=True, stream_interval=1,
+    attention_config=None, override_attention_dtype=None, compilation_config=None, cudagraph_capture_sizes=None, max_cudagraph_capture_size=None,
+    ir_op_priority=None, kernel_config=None, linear_backend="auto", enable_flashinfer_autotune=None, optimization_level=2,
+    performance_mode="balanced", weight_transfer_config=None, additional_config=None, shutdown_timeout=0,
+    # what is chosen
+    logprobs_mode="raw_logprobs", use_fp64_gumbel=False, logits_processors=None, structured_outputs_config=None, reasoning_config=None,
+    reasoning_parser="", reasoning_parser_plugin=None, override_generation_config=None, spec_method=None, spec_model=None, spec_tokens=None,
+    tokens_only=False, chat_template=None,   # which chat() takes
+    # what is measured
+    aggregate_engine_logging=False, show_hidden_metrics_for_version=None, otlp_traces_endpoint=None, collect_detailed_traces=None,
+    kv_cache_metrics=False, kv_cache_metrics_sample=0.01, cudagraph_metrics=False, enable_layerwise_nvtx_tracing=False, enable_mfu_metrics=False,
+    enable_logging_iteration_details=False, enable_mm_processor_stats=False, profiler_config=None, fail_on_environ_validation=False)
+_SAME = {   # other names of the default
     "runner": ("generate",), "task": ("generate",), "tokenizer_mode": ("hf",), "config_format": ("hf",), "distributed_executor_backend": ("mp", "uni"),
-}
+    "revision": ("main",), "tokenizer_revision": ("main",), "code_revision": ("main",), "compilation_config": (0,)}
 
 # %% ../nbs/00o_other_args.ipynb #598c7ee3
-@dataclass(kw_only=True)
-class OtherArgs:
-    "vLLM's arguments that act in no way here: each at the value that changes nothing, or None; ValueError with the name for another."
-    tensor_parallel_size: int = 1               # one device
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    distributed_executor_backend: Any = None
-    quantization: str | None = None             # weights as they are stored, or as a GGUF file is converted
-    revision: str | None = None                 # the newest
-    tokenizer_revision: str | None = None
-    code_revision: str | None = None
-    tokenizer_mode: str = "auto"
-    config_format: str = "auto"
-    model_impl: str = "auto"
-    runner: str = "auto"
-    task: str = "auto"
-    hf_token: Any = None                        # huggingface_hub finds its own
-    hf_overrides: Any = None
-    download_dir: str | None = None
-    cpu_offload_gb: float = 0
-    enable_lora: bool = False
-    enable_sleep_mode: bool = False
-    enable_prompt_embeds: bool = False
-    logprobs_mode: str = "raw_logprobs"
-    logits_processors: Any = None
-    compilation_config: Any = None
-    structured_outputs_config: Any = None
-    override_generation_config: Any = None
-    limit_mm_per_prompt: Any = None
-    mm_processor_kwargs: Any = None
-    kv_transfer_config: Any = None
-    chat_template: str | None = None            # give it to chat()
-    trust_remote_code: bool = False             # this and what follows: any value
-    swap_space: float | None = None
-    disable_custom_all_reduce: bool = False
-    max_seq_len_to_capture: int | None = None
+_ANY_VALUE = {   # name: (default, why it has no effect)
+    "trust_remote_code": (False, "no code from a model's repository is ever run"),
+    "swap_space": (None, "the blocks of a preempted request are computed anew, not swapped"),
+    "disable_custom_all_reduce": (False, "there is one device"),
+    "max_parallel_loading_workers": (None, "one process loads the weights"),
+    "max_seq_len_to_capture": (None, "there are no CUDA graphs by sequence length"),
+    "disable_cascade_attn": (True, "there is no cascade attention"),
+    "use_tqdm_on_load": (True, "loading has no progress bar"),
+    "ignore_patterns": (None, "weight files are looked for by their names"),
+    "pt_load_map_location": ("cpu", "weights are read from safetensors files"),
+}
 
+# %% ../nbs/00o_other_args.ipynb #200b5b49
+_DEFAULTS = _ONE_VALUE | {name: default for name, (default, _) in _ANY_VALUE.items()}
+_Fields = make_dataclass("_Fields", [(name, Any, field(default=default, repr=False)) for name, default in _DEFAULTS.items()], kw_only=True)
+
+# %% ../nbs/00o_other_args.ipynb #48fcd06c
+@dataclass(kw_only=True)
+class OtherArgs(_Fields):
+    "vLLM's arguments that act in no way here (vllm/engine/arg_utils.py): each at the value that changes nothing; ValueError with the name for another."
     def __post_init__(self):
         for f in fields(OtherArgs):
             value = getattr(self, f.name)
-            if f.name in _NO_EFFECT or changes_nothing(value, f.default, _SAME.get(f.name, ())): continue
+            if f.name in _ANY_VALUE or changes_nothing(value, f.default, _SAME.get(f.name, ())): continue
             raise ValueError(f"litevllm does not act on {f.name}={value!r} yet: leave it out, or give {f.default!r}")
 
     def warn_of_no_effect(self):
         "A warning for each argument that is set and can't matter."
-        for name, why in _NO_EFFECT.items():
-            if getattr(self, name): logger.warning("%s=%r has no effect: %s", name, getattr(self, name), why)
+        for name, (default, why) in _ANY_VALUE.items():
+            value = getattr(self, name)
+            if value is not None and value != default: logger.warning("%s=%r has no effect: %s", name, value, why)
 
-# %% ../nbs/00o_other_args.ipynb #200b5b49
+# %% ../nbs/00o_other_args.ipynb #b1f66237
 def changes_nothing(value: Any, default: Any, same: tuple) -> bool:
-    "Whether `value` is the default or says the same: None, an empty dict or list, the same number of another type, a name in `same`."
-    if value is None or isinstance(value, (dict, list)) and not value: return True
+    "Whether `value` is the default or says the same: None, an empty collection, the same number of another type, a name in `same`."
+    if value is None or isinstance(value, (dict, list, tuple, set)) and not value: return True
     if isinstance(value, bool) != isinstance(default, bool): return False   # True is no 1
     return isinstance(value, (str, bool, int, float)) and value in (default, *same)

@@ -6,12 +6,12 @@
 __all__ = ['RequestStream']
 
 # %% ../nbs/00l_streaming.ipynb #848fc3ee
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from .engine.parallel_sampling import internal_ids
 from .engine.shared_engine import Inbox, SharedEngine, hold_interrupts
+from .inputs import prompt_text
 from .messages import EngineCoreRequest
 from .outputs import CompletionOutput, RequestOutput
 from .sampling_params import SamplingParams
@@ -19,9 +19,8 @@ from .sampling_params import SamplingParams
 # %% ../nbs/00l_streaming.ipynb #96f44b35
 def _refusal(request_id: str, prompt: Any, error: Exception) -> RequestOutput:
     "The only output of a request that was never submitted."
-    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
     nothing = CompletionOutput(0, "", [], None, None, finish_reason="error")
-    return RequestOutput(request_id, text, None, None, [nothing], finished=True, error=str(error))
+    return RequestOutput(request_id, prompt_text(prompt), None, None, [nothing], finished=True, error=str(error))
 
 # %% ../nbs/00l_streaming.ipynb #05a9f8ef
 class RequestStream:
@@ -32,8 +31,7 @@ class RequestStream:
         self.request_ids = request_ids   # in the order of the prompts
         self._shared, self._owner = shared, owner   # the owner must not be collected, and so closed, while somebody reads
         self._inbox, self._unfinished, self._handed_out = Inbox(), {}, False
-        self._finalizer = weakref.finalize(self, _drop, shared, self._unfinished)
-        self._finalizer.atexit = False
+        shared.watch(self, self._unfinished)
 
     def submit(self, request_id: str, request: EngineCoreRequest, params: SamplingParams, prompt_text: str | None):
         "Adds a request that `process_inputs` made."
@@ -91,7 +89,3 @@ class RequestStream:
     def __enter__(self) -> "RequestStream": return self
 
     def __exit__(self, *exc): self.close()
-
-# %% ../nbs/00l_streaming.ipynb #04f2b710
-def _drop(shared: SharedEngine, unfinished: dict[str, list[str]]):
-    if ids := sum(unfinished.values(), []): shared.drop(ids)

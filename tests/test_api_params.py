@@ -1,5 +1,7 @@
 """What the user may say, and what is refused: SamplingParams, EngineArgs, LLM (semantics.md 48-49; bug reports I2, I5, K4, L3, L4)."""
+import inspect
 import json
+import logging
 import math
 import os
 import signal
@@ -7,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import fields, replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,10 +19,12 @@ from hypothesis import given, settings, strategies as st
 from litevllm import LLM, CompletionOutput, EngineArgs, EngineDeadError, LLMEngine, RequestOutput, SamplingParams
 from litevllm.config import AsyncEngineArgs, SchedulerConfig, VllmConfig
 from litevllm.facts import DeviceFacts, GiB
+from litevllm.engine.async_llm import AsyncLLM
 from litevllm.other_args import OtherArgs
-from litevllm.sampling_params import RequestOutputKind, SamplingType
+from litevllm.sampling_params import RequestOutputKind, SamplingType, StructuredOutputsParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
+VLLM = json.loads((Path(__file__).parent/"data"/"vllm022-arguments.json").read_text())   # vLLM's arguments and their defaults
 
 
 # ---- SamplingParams
@@ -36,8 +41,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
     (dict(stop="\ud800"), "stop holds half a surrogate pair at position 0"), (dict(bad_words=["a", "b\udfff"]), "bad_words[1]"),
     (dict(seed=2**63), str(2**63)), (dict(seed=-2**63 - 1), "seed"), (dict(seed=2**63 - 2, n=3), f"{2**63}, does not fit in 64 bits"),
     (dict(seed=-2, n=2), "no seed"), (dict(seed=-3, n=3), "no seed"), (dict(allowed_token_ids=[]), "allowed_token_ids is empty"),
-    (dict(logit_bias={1: math.nan}), "logit_bias[1]"), (dict(logit_bias={2: -math.inf}), "logit_bias[2]"), (dict(logit_bias={3: 1e38}), "1e+38"),
-    (dict(temperature=1e38), "1e+38"), (dict(repetition_penalty=1e-40), "1e-40"), (dict(repetition_penalty=1e39), "1e+39"),
+    (dict(logit_bias={1: math.nan}), "logit_bias[1]"), (dict(logit_bias={2: -math.inf}), "logit_bias[2]"),
+    (dict(logit_bias={3: 1e37}), "from -1e+30 to 1e+30, got 1e+37"), (dict(logit_bias={4: -1.1e30}), "got -1.1e+30"), (dict(temperature=1.1e30), "at most 1e+30"),
+    (dict(repetition_penalty=9e-7), "from 1e-06 to 1e+06, got 9e-07"), (dict(repetition_penalty=1.1e6), "got 1100000.0"),
     (dict(temperature=10**400), "temperature is too large"), (dict(logprob_token_ids=list(range(129))), "129 entries, and at most 128"),
     (dict(logprobs=1, logprob_token_ids=[1, 2]), "logprobs=1 with 2"), (dict(logprobs=-1, logprob_token_ids=[1, 2]), "logprobs=-1 with 2"),
 ])
@@ -120,6 +126,7 @@ def test_edges_that_are_allowed():
     assert SamplingParams(seed=-1).seed is None and SamplingParams(seed=0).seed == 0 and SamplingParams(seed=-2**63).seed == -2**63
     SamplingParams(n=16384), SamplingParams(seed=2**63 - 2, n=2), SamplingParams(seed=-4, n=3), SamplingParams(seed=-1, n=3), SamplingParams(seed=0, n=3)
     SamplingParams(top_k=2**100), SamplingParams(max_tokens=10**30), SamplingParams(logit_bias={1: -100, 2: 100.0}), SamplingParams(repetition_penalty=1e-3)
+    SamplingParams(logit_bias={1: -1e30, 2: 1e30}, repetition_penalty=1e-6), SamplingParams(repetition_penalty=1e6, temperature=1e30)
     assert SamplingParams(logprobs=True).logprobs == 1 and SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
     assert SamplingParams().max_tokens == 16 and SamplingParams(stop="ab").stop == ["ab"]
 
@@ -174,6 +181,19 @@ def test_end_tokens(listed, eos, kw, expected):
     assert (p.eos_token_id, p.stop_token_ids, p.all_stop_token_ids) == expected
 
 
+def test_from_optional_takes_none_for_whatever_was_not_said():
+    names = VLLM["SamplingParams.from_optional"]
+    nothing = SamplingParams.from_optional(**dict.fromkeys(names))
+    assert nothing == SamplingParams(max_tokens=None) and SamplingParams.from_optional() == SamplingParams()
+    given = dict(n=2, temperature=0.5, top_p=None, stop=["a"], max_tokens=9, seed=3, bad_words=["b"], logprobs=None, output_kind=RequestOutputKind.DELTA)
+    assert SamplingParams.from_optional(**given) == SamplingParams(n=2, temperature=0.5, stop=["a"], max_tokens=9, seed=3, bad_words=["b"],
+                                                                    output_kind=RequestOutputKind.DELTA)
+    assert SamplingParams.from_optional(logit_bias={"5": 500, 6: -1e300, "7": -1}).logit_bias == {5: 100.0, 6: -100.0, 7: -1.0}
+    for bad, error in (({"x": 1.0}, TypeError), ({"5": math.nan}, ValueError), ({"5": "1"}, TypeError), ({"-1.5": 1.0}, TypeError)):
+        with pytest.raises(error, match="logit_bias"): SamplingParams.from_optional(logit_bias=bad)
+    with pytest.raises(TypeError, match="best_of"): SamplingParams.from_optional(best_of=2)
+
+
 INERT = dict(structured_outputs={"regex": "a"}, extra_args={"a": 1}, routed_experts_prompt_start=1, thinking_token_budget=1,
              repetition_detection={"min_count": 2})
 ACTING = dict(n=2, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=1, prompt_logprobs=0, logprob_token_ids=[1],
@@ -186,6 +206,11 @@ INTERNAL = {"detokenize", "skip_clone", "output_text_buffer_length", "_eos_token
 @pytest.mark.parametrize("name", INERT)
 def test_what_does_not_act_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{name}="): SamplingParams(**{name: INERT[name]}).refuse_unsupported()
+
+
+def test_structured_outputs_params_is_a_name_for_what_is_refused():
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(ValueError, match=r"structured_outputs=StructuredOutputsParams\(json=None, regex='a\+'"): params.refuse_unsupported()
 
 
 def test_every_field_acts_or_is_refused():
@@ -297,19 +322,47 @@ def test_engine_arguments_become_plain_python_that_the_wire_carries(tiny_llama):
 
 
 OTHER = {f.name: f.default for f in fields(OtherArgs)}
-FREE = {"trust_remote_code": True, "swap_space": 4, "disable_custom_all_reduce": True, "max_seq_len_to_capture": 8192}
+FREE = {"trust_remote_code": True, "swap_space": 4, "disable_custom_all_reduce": True, "max_seq_len_to_capture": 8192, "disable_cascade_attn": False,
+        "max_parallel_loading_workers": 2, "use_tqdm_on_load": False, "ignore_patterns": ["*.bin"], "pt_load_map_location": "cuda"}
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_vllms_other_arguments_are_taken_where_they_change_nothing(config_of, name, caplog):
+    for value in (OTHER[name], None):
+        EngineArgs("m", **{name: value}).warn_of_no_effect()
+        assert not caplog.records
+    if name in FREE:
+        EngineArgs("m", **{name: FREE[name]}).warn_of_no_effect()
+        assert f"{name}={FREE[name]!r} has no effect" in caplog.text
+        return
+    for other in (3, "other", ["a"], {"a": 1}, not OTHER[name] if isinstance(OTHER[name], bool) else True):
+        with pytest.raises(ValueError, match=f"does not act on {name}="): EngineArgs("m", **{name: other})
+
+
+def test_vllms_other_arguments_change_nothing_in_the_configuration(config_of, caplog):
     plain = config_of()
     caplog.clear()
-    assert config_of(**{name: OTHER[name]}) == config_of(**{name: None}) == plain and not caplog.records
-    if name in FREE:
-        assert config_of(**{name: FREE[name]}) == plain and f"{name}={FREE[name]!r} has no effect" in caplog.text
-        return
-    for other in (2, "other", ["a"], {"a": 1}, not OTHER[name] if isinstance(OTHER[name], bool) else True):
-        with pytest.raises(ValueError, match=f"does not act on {name}="): EngineArgs("m", **{name: other})
+    assert config_of(**OTHER) == config_of(**dict.fromkeys(OTHER)) == plain and not caplog.records
+    assert config_of(**FREE) == plain and len(caplog.records) == len(FREE)
+    assert config_of(revision="main", tokenizer_revision="main", code_revision="main", compilation_config=0, offload_params=set(), hf_overrides={},
+                     runner="generate", task="generate", tokenizer_mode="hf", distributed_executor_backend="mp") == plain
+
+
+def test_every_argument_of_vllms_is_known_with_its_default(tiny_llama, config_of, caplog):
+    "A script may write out what is the default anyway. enforce_eager=False asks for a compiled model on a CPU too; disable_log_stats is no part of the configuration."
+    known, args = {f.name for f in fields(AsyncEngineArgs)}, VLLM["EngineArgs"] | VLLM["AsyncEngineArgs"]
+    assert len(args) > 200 and set(args) <= known and set(VLLM["LLM"]) <= set(args) | {"chat_template"} <= known
+    args.pop("model")
+    assert AsyncEngineArgs(tiny_llama, **args).create_engine_config(CPU) == config_of(enforce_eager=False)
+    assert [r.args[0] for r in caplog.records if "no effect" in r.message] == ["ignore_patterns"]   # a list is no dataclass default: any is told of
+    assert EngineArgs(tiny_llama, **VLLM["LLM"]).create_engine_config(CPU) == config_of(enforce_eager=False)
+
+
+@pytest.mark.parametrize("name, call", [("LLM.generate", LLM.generate), ("LLM.chat", LLM.chat), ("AsyncLLM.generate", AsyncLLM.generate)])
+def test_the_calls_have_vllms_keywords_and_defaults(name, call):
+    ours = {p.name: p.default for p in inspect.signature(call).parameters.values()}
+    assert {k: ours.get(k, "missing") for k in VLLM[name]} == VLLM[name]
+    if name == "LLM.chat": assert [*ours][2:] == [*VLLM[name]]   # its order, too: all may be given by position
 
 
 def test_async_engine_args_are_engine_args():
@@ -442,8 +495,8 @@ def test_a_hundred_calls_in_a_row_get_their_own_outputs(llm):
 
 
 def test_one_bad_prompt_and_nothing_runs(llm):
-    with pytest.raises(ValueError, match="prompt 2 of 4: .*300 tokens.*256"): llm.generate([[1], [2], [3]*300, [4]], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="prompt 1 of 2: .*logprobs=21.*max_logprobs.*20"):
+    with pytest.raises(ValueError, match=r"prompts\[2\] \(of 4\): .*300 tokens.*256"): llm.generate([[1], [2], [3]*300, [4]], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"prompts\[1\] \(of 2\): .*logprobs=21.*max_logprobs.*20"):
         llm.generate([[1], [2]], [GREEDY, SamplingParams(logprobs=21)], use_tqdm=False)
     assert llm.llm_engine.get_num_unfinished_requests() == 0 and llm.llm_engine.engine_core.get_request_counts() == (0, 0)
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
@@ -525,13 +578,30 @@ def test_chat_refusals(llm, monkeypatch):
     with pytest.raises(ValueError, match="chat_template"): llm.chat(talk, GREEDY)
 
 
-def test_priority_needs_its_policy(llm):
-    with pytest.raises(ValueError, match="scheduling_policy='priority'"): llm.generate([[1], [2]], GREEDY, priority=[1, 0])
+def test_a_priority_without_its_policy_is_taken_and_warned_of_once(llm, caplog):
+    caplog.set_level(logging.WARNING, "litevllm")
+    plain = [o.outputs[0].token_ids for o in llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[0, 0])]
+    llm.llm_engine.input_processor.warns_of_priority = True   # other tests share this engine
+    assert "priority" not in caplog.text
+    for _ in range(2): assert [o.outputs[0].token_ids for o in llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1, -3])] == plain
+    assert caplog.text.count("scheduling_policy='priority'") == 1 and "priority=1 has no effect" in caplog.text
     with pytest.raises(ValueError, match="2 prompts, but 1 priorities"): llm.generate([[1], [2]], GREEDY, priority=[1])
+    with pytest.raises(TypeError, match=r"prompts\[1\] \(of 2\): priority must be an integer"): llm.generate([[1], [2]], GREEDY, priority=[1, "2"])
+
+
+def test_what_is_not_offered_is_refused_by_name_and_taken_when_empty(llm):
+    talk = [{"role": "user", "content": "Hello"}]
+    for call, what in ((llm.generate, [[1]]), (llm.chat, talk)):
+        assert len(call(what, GREEDY, use_tqdm=False, lora_request=None, mm_processor_kwargs=None)) == 1
+        assert len(call(what, GREEDY, use_tqdm=False, mm_processor_kwargs={})) == 1
+        for name, value in (("lora_request", object()), ("mm_processor_kwargs", {"num_crops": 4})):
+            with pytest.raises(ValueError, match=f"does not act on {name}="): call(what, GREEDY, use_tqdm=False, **{name: value})
 
 
 def test_unknown_engine_arguments_before_anything_starts(tiny_llama):
-    with pytest.raises(TypeError, match="max_sequences"): LLM(tiny_llama, max_sequences=4)
+    for name, near in (("max_sequences", ""), ("gpu_memory_utilisation", "gpu_memory_utilization"), ("max_num_seq", "max_num_seqs"), ("tensor_parallel", "tensor_parallel_size")):
+        with pytest.raises(TypeError) as e: LLM(tiny_llama, **{name: 4})
+        assert f"LLM has no argument {name!r}" in str(e.value) and (not near or f"did you mean '{near}'?" in str(e.value))
 
 
 # ---- in a process of its own

@@ -29,11 +29,11 @@ def nothing_is_left(request):
     if "fake" in request.fixturenames: assert_drained(request.getfixturevalue("fake"))
 
 
-async def read(llm, prompt, request_id, sp, pause=0.0, outputs=None):
+async def read(llm, prompt, request_id, sp, pause=0.0, outputs=None, **kw):
     "The outputs of one request, and what ended it if that was an exception."
     outputs = [] if outputs is None else outputs
     try:
-        async for o in llm.generate(prompt, sp, request_id):
+        async for o in llm.generate(prompt, sp, request_id, **kw):
             outputs.append(o)
             if pause: await asyncio.sleep(pause)
     except Exception as e: return outputs, e
@@ -75,7 +75,16 @@ def test_a_bad_request_fails_in_its_own_generator_only(fake):
     good, *bad, two, text = asyncio.run(main())
     assert good[1] is None and joined(good[0]) == tokens_of(1, 1, 50) and two[1] is None
     assert [type(e) for _, e in bad] == [ValueError, ValueError, TypeError, TypeError, TypeError] and "tokenizer" in str(text[1])
-    with pytest.raises(ValueError, match="lora"): asyncio.run(anext(fake.generate([1], delta(), "x", lora_request=1)))
+    for name in ("lora_request", "trace_headers", "data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs"):
+        with pytest.raises(ValueError, match=f"does not act on {name}=1"): asyncio.run(anext(fake.generate([1], delta(), "x", **{name: 1})))
+        assert joined(asyncio.run(read(fake, [1], "y", delta(3), **{name: None}))[0]) == tokens_of(1, 1, 3)
+
+
+def test_a_priority_without_its_policy_is_taken_and_warned_of_once(fake, caplog):
+    caplog.set_level("WARNING", "litevllm")
+    fake._shared.engine.input_processor.warns_of_priority = True    # other tests may share this engine
+    for priority in (0, 3, -4): assert joined(asyncio.run(read(fake, [1], "a", delta(3), priority=priority))[0]) == tokens_of(1, 1, 3)
+    assert caplog.text.count("priority=3 has no effect") == caplog.text.count("no effect") == 1
 
 
 def test_tiny_model_streams_what_llm_generates(tiny_llama, monkeypatch):

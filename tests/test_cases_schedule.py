@@ -360,7 +360,7 @@ def test_K5_empty_prompts_beside_good_ones(tiny_llama, bad):
         one = bad[0] if bad and isinstance(bad, list) else bad
         for place in range(3):
             batch = [*good[:place], one, *good[place:]]
-            with pytest.raises(ValueError, match=f"prompt {place} of 3.*the prompt is empty"): generate(llm, batch, greedy(4))
+            with pytest.raises(ValueError, match=rf"prompts\[{place}\] \(of 3\).*the prompt is empty"): generate(llm, batch, greedy(4))
             check_drained(llm)
             done = run_separately(llm.llm_engine, *((str(i), p, greedy(4)) for i, p in enumerate(batch)))
             assert isinstance(done.pop(str(place)), ValueError)

@@ -104,6 +104,19 @@ def test_s58_second_time_hits_the_prefix_cache(llm):
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16) and tokens(first) == tokens(second)
 
 
+def test_cache_salt_keeps_prompts_apart(llm):
+    "Requests share blocks with those of the same salt only, from the first block on; the tokens are the same in any case."
+    ids, text = list(range(3, 20)), "Once upon a time there was an engine that told stories"
+    def ask(salt, what): return one(llm, {**what, **({} if salt is None else {"cache_salt": salt})}, greedy(5))
+    for what, cached in (({"prompt_token_ids": ids}, 16), ({"prompt": text}, (len(llm.get_tokenizer()(text).input_ids) - 1) // 16 * 16)):
+        assert cached > 0
+        outs = [ask(salt, what) for salt in (None, "a", "a", "b", None, "a", "b", "c")]
+        assert [o.num_cached_tokens for o in outs] == [0, 0, cached, 0, cached, cached, cached, 0] and len({tuple(tokens(o)) for o in outs}) == 1
+        with pytest.raises(ValueError, match="cache_salt is an empty string"): ask("", what)
+    assert llm.llm_engine.reset_prefix_cache()
+    assert ask("a", {"prompt_token_ids": ids}).num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("bad, word", [([], "empty|at least"), ([1, 2, 600], "600"), (list(range(3, 400)), "256"), ("", "empty|at least")])
 def test_a_bad_prompt_names_its_index_and_hurts_nobody(llm, bad, word):
     want = tokens(one(llm, PROMPT, greedy()))

@@ -72,10 +72,10 @@ def fast(tok, template=None, **kw):
     return PreTrainedTokenizerFast(tokenizer_object=tok, **dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>", truncation_side="left") | kw)
 
 
-def processor(tok=None, vocab=None, max_model_len=64, blocks=100, block_size=4, budget=64, chunked=True, max_logprobs=20, eos=None):
+def processor(tok=None, vocab=None, max_model_len=64, blocks=100, block_size=4, budget=64, chunked=True, max_logprobs=20, eos=None, policy="fcfs"):
     vocab = vocab or (len(tok) if tok else 16)
     model = ModelConfig("m", "m", "m", "float32", max_model_len, 0, vocab, True, "X", tok is None, max_logprobs=max_logprobs)
-    scheduler = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=4, max_model_len=max_model_len, enable_chunked_prefill=chunked)
+    scheduler = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=4, max_model_len=max_model_len, enable_chunked_prefill=chunked, policy=policy)
     with pytest.MonkeyPatch.context() as m:
         m.setattr("litevllm.config.read_generation_config", lambda path: {} if eos is None else {"eos_token_id": eos})
         return InputProcessor(VllmConfig(model, CacheConfig(block_size=block_size), scheduler), tok,
@@ -189,7 +189,7 @@ def test_as_much_as_fits():
             assert len(cut(whole, max_tokens=None, min_tokens=60).prompt_token_ids) == min(fits, 4)   # room for what must come
     p = processor(tok)
     assert processor(None).process_inputs("r", [1, 2, 3], SamplingParams(), tokenization_kwargs={"truncate_prompt_tokens": 2}).prompt_token_ids == [2, 3]
-    with pytest.raises(ValueError, match="empty"): p.process_inputs("r", text, SamplingParams(), tokenization_kwargs={"truncate_prompt_tokens": 0})
+    with pytest.raises(ValueError, match="from 1 to .*got 0"): p.process_inputs("r", text, SamplingParams(), tokenization_kwargs={"truncate_prompt_tokens": 0})
     assert p.process_inputs("r", [5] * 70, SamplingParams(), tokenization_kwargs={"truncate_prompt_tokens": 63}).prompt_token_ids == [5] * 63
 
 
@@ -414,3 +414,12 @@ def test_whatever_is_let_through_the_core_can_read():
         back = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest)
         assert back == request, (SEED, kw)
     assert 200 < sent < 3000, sent
+
+
+def test_a_priority_goes_with_the_request_and_one_that_does_not_act_is_warned_of(caplog):
+    for policy, warnings in (("priority", []), ("fcfs", ["priority=-2 has no effect: a priority acts on an engine with scheduling_policy='priority'"])):
+        caplog.clear()
+        p = processor(policy=policy)
+        assert [p.process_inputs("r", [1], SamplingParams(), priority=i).priority for i in (0, -2, 7, np.int64(3))] == [0, -2, 7, 3]
+        assert [r.message for r in caplog.records] == warnings
+        with pytest.raises(TypeError, match="priority must be an integer"): p.process_inputs("r", [1], SamplingParams(), priority=None)

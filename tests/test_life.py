@@ -189,7 +189,7 @@ def test_i2_ctrl_c_then_the_next_call_is_clean(mp):
 def test_i2_a_list_with_a_bad_prompt_submits_nothing():
     with fake_llm(max_model_len=64) as llm:
         for _ in range(3):
-            with pytest.raises(ValueError, match=r"prompt 2 of 4: the prompt has 80 tokens.*64"): llm.generate([[1], [2], [3] * 80, [4]], params())
+            with pytest.raises(ValueError, match=r"prompts\[2\] \(of 4\): the prompt has 80 tokens.*64"): llm.generate([[1], [2], [3] * 80, [4]], params())
             assert_drained(llm)
             assert ids_of(llm.generate([[4], [5]], params(), use_tqdm=False)) == [tokens_of(4, 1, 5), tokens_of(5, 1, 5)]
 

@@ -388,6 +388,19 @@ def test_logits_that_are_not_finite(sick_worker, worker, params, is_async):
         else: assert s.tokens == healthy[i % 4].tokens and s.reason == "length"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_log_has_one_line_for_each_failure(sick_worker, capsys, is_async):
+    "A contradiction of the caller's is a warning, a broken model an error; once, though async steps fail twice; and again when an id comes back."
+    for _ in range(2):
+        served, _ = serve(sick_worker, [PROMPT, [1, SICK, 2], [3]], [hopeless(), greedy(3), hopeless(2)], is_async=is_async)
+        assert [s.reason for s in served] == ["error"] * 3
+        lines = [line for line in capsys.readouterr().err.splitlines() if "model_runner" in line]
+        assert len(lines) == 3, lines
+        assert sum("WARNING" in line and "no token is left" in line for line in lines) == 2
+        assert sum("ERROR" in line and "not finite" in line for line in lines) == 1
+        assert not sick_worker.model_runner.failed
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_one_logit_that_is_no_number(worker, monkeypatch, value):
     "NaN or infinity at a single token is seen through every filter; -inf is only a token that can't come."
@@ -485,8 +498,8 @@ def raw(prompt=(1, 2, 3), **fields):
     return EngineCoreRequest("raw", list(prompt), params, 0.0)
 
 
-BAD = [(dict(logit_bias={V: 1.}), "logit_bias has ids from 512"), (dict(logit_bias={-1: 1.}), "from -1"), (dict(logit_bias={1: float("nan")}), "finite"),
-       (dict(logit_bias={1: 1e300}), "finite"), (dict(logit_bias={"1": 1.}), "int"), (dict(allowed_token_ids=[5, V]), "from 5 to 512"),
+BAD = [(dict(logit_bias={V: 1.}), "logit_bias has ids from 512"), (dict(logit_bias={-1: 1.}), "from -1"), (dict(logit_bias={1: float("nan")}), "logit_bias.*nan"),
+       (dict(logit_bias={1: 1e300}), r"logit_bias.*to 1e\+30"), (dict(logit_bias={"1": 1.}), "int"), (dict(allowed_token_ids=[5, V]), "from 5 to 512"),
        (dict(allowed_token_ids=[]), "empty"),
        (dict(logprob_token_ids=[-3]), "logprob_token_ids has ids from -3"), (dict(_bad_words_token_ids=[[1], [2, V]]), "bad_words has ids from 1 to 512"),
        (dict(_bad_words_token_ids=5), "array"), (dict(stop_token_ids=[V]), "stop_token_ids"), (dict(_all_stop_token_ids={V}, min_tokens=1), "min_tokens"),

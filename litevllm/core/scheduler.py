@@ -168,7 +168,7 @@ class WaitingPass(SchedulerBase):
         budget = self.scheduler_config.max_num_batched_tokens
         if num_new_tokens <= budget or self.running or request.num_output_placeholders: return False
         self._fail_request(
-            request, f"request {request.request_id} cannot resume: {num_new_tokens} of its {request.num_tokens} tokens have to "
+            request, f"the request cannot resume: {num_new_tokens} of its {request.num_tokens} tokens have to "
             f"be recomputed in one step, max_num_batched_tokens is {budget} and chunked prefill is off")
         return True
 

@@ -41,18 +41,15 @@ class SchedulerBase:
         self.requests[request.request_id] = request
 
     def _refuse_impossible(self, request: Request) -> None:
-        name, config, kv = f"request {request.request_id}", self.scheduler_config, self.kv_cache_manager
-        if request.request_id in self.requests: raise RequestRefused(f"{name}: the id is in use by a live request")
-        if request.num_prompt_tokens == 0: raise RequestRefused(f"{name}: the prompt has no tokens")
-        if request.num_tokens > self.max_model_len:
-            raise RequestRefused(f"{name}: the prompt has {request.num_tokens} tokens, max_model_len is {self.max_model_len}")
-        need = kv.num_blocks_for(request.num_tokens)
+        n, config, kv = request.num_tokens, self.scheduler_config, self.kv_cache_manager
+        if request.request_id in self.requests: raise RequestRefused(f"the id {request.request_id!r} is in use by a live request")
+        if request.num_prompt_tokens == 0: raise RequestRefused("the prompt has no tokens")
+        if n > self.max_model_len: raise RequestRefused(f"the prompt has {n} tokens, max_model_len is {self.max_model_len}")
+        need = kv.num_blocks_for(n)
         if need > kv.num_usable_blocks:
-            raise RequestRefused(f"{name}: the prompt of {request.num_tokens} tokens needs {need} KV blocks of {kv.block_size}, "
-                                 f"the pool has {kv.num_usable_blocks}")
-        if self._chunk(request.num_tokens) > config.max_num_batched_tokens and not config.enable_chunked_prefill:
-            raise RequestRefused(f"{name}: the prompt has {request.num_tokens} tokens, max_num_batched_tokens is "
-                                 f"{config.max_num_batched_tokens} and chunked prefill is off")
+            raise RequestRefused(f"the prompt of {n} tokens needs {need} KV blocks of {kv.block_size}, the pool has {kv.num_usable_blocks}")
+        if self._chunk(n) > config.max_num_batched_tokens and not config.enable_chunked_prefill:
+            raise RequestRefused(f"the prompt has {n} tokens, max_num_batched_tokens is {config.max_num_batched_tokens} and chunked prefill is off")
 
     def _chunk(self, num_tokens: int) -> int:
         "`num_tokens`, or the long-prefill threshold where one is set and smaller."
@@ -79,7 +76,7 @@ class SchedulerBase:
         del self.requests[request.request_id]
 
     def _fail_request(self, request: Request, error: str) -> None:
-        "End a request that cannot go on; its last output carries the reason."
+        "End a request that cannot go on; its last output carries the reason, for the user's eyes: no internal id in it."
         self._leave_queues([request])
         self._free_request(request, RequestStatus.FINISHED_ERROR)
         self._error_outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=error))
@@ -88,7 +85,7 @@ class SchedulerBase:
         "End a request whose own tokens need more blocks than there are."
         kv = self.kv_cache_manager
         self._fail_request(
-            request, f"request {request.request_id} has {request.num_tokens} tokens and needs "
+            request, f"the request has {request.num_tokens} tokens and needs "
             f"{kv.num_blocks_for(request.num_tokens)} KV blocks of {kv.block_size}, the pool has {kv.num_usable_blocks}")
 
     def get_request_counts(self) -> tuple[int, int]: return len(self.running), len(self.waiting)

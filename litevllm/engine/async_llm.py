@@ -6,10 +6,11 @@
 __all__ = ['logger', 'AsyncLLMEngine', 'RequestOutputCollector', 'AsyncLLM']
 
 # %% ../../nbs/01g_async_llm.ipynb #3f96ced4
-import asyncio, threading, weakref
+import asyncio, functools, threading, weakref
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
+from ..checks import refuse
 from ..config import AsyncEngineArgs, EngineArgs, VllmConfig
 from .core import UniProcExecutor
 from .core_client import AsyncMPClient, EngineDeadError
@@ -17,6 +18,7 @@ from .input_processor import get_tokenizer
 from .llm_engine import LLMEngine
 from .parallel_sampling import internal_ids
 from .shared_engine import SharedEngine
+from ..inputs import prompt_text as text_in
 from ..logger import init_logger
 from ..messages import EngineCoreRequest
 from ..outputs import RequestOutput
@@ -43,15 +45,18 @@ class RequestOutputCollector:
         try: self._loop.call_soon_threadsafe(self._ready.set)
         except RuntimeError: pass   # that loop is closed: nobody waits there any more
 
-    async def get(self) -> RequestOutput:
-        "All that came since the last call, as one output. Cancelling it loses nothing."
-        while True:
-            with self._shared:
-                self._ready.clear()
-                output, self._output = self._output, None
-            if output is not None: return output
-            if self._error is not None: raise self._error
-            await self._ready.wait()
+    async def get(self) -> RequestOutput | None:
+        "All that came since the last call, as one output; or None, after a wait: there is reason to look again. Cancelling it loses nothing."
+        with self._shared:
+            self._ready.clear()
+            output, self._output = self._output, None
+        if output is None and self._error is not None: raise self._error
+        if output is None: await self._ready.wait()
+        return output
+
+    def wake(self, loop: asyncio.AbstractEventLoop):
+        "In `loop`: makes a reader there look again."
+        if self._loop is loop: self._ready.set()
 
 # %% ../../nbs/01g_async_llm.ipynb #65dd3b18
 async def _handle_outputs(shared: SharedEngine):
@@ -68,6 +73,11 @@ async def _handle_outputs(shared: SharedEngine):
             if isinstance(e, EngineDeadError): return
             logger.exception("Outputs could not be processed; the requests that were running have failed.")
         await asyncio.sleep(0)
+
+
+def _wake_readers(shared: SharedEngine, loop: asyncio.AbstractEventLoop, handler: asyncio.Task):
+    for state in list(shared.engine.output_processor.request_states.values()):
+        if isinstance(state.queue, RequestOutputCollector): state.queue.wake(loop)
 
 # %% ../../nbs/01g_async_llm.ipynb #929520a0
 class _Reader: pass
@@ -101,44 +111,47 @@ class AsyncLLM:
                                     getattr(engine_args, "enable_log_requests", False))
 
     async def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, prompt_text: str | None = None,
-                       lora_request: None = None, tokenization_kwargs: dict[str, Any] | None = None,
-                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+                       lora_request: None = None, tokenization_kwargs: dict[str, Any] | None = None, trace_headers: None = None, priority: int = 0,
+                       data_parallel_rank: None = None, reasoning_ended: None = None,
+                       reasoning_parser_kwargs: None = None) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come, of the kind that `sampling_params.output_kind` says; leaving it early aborts.
 
         prompt: any form that `parse_prompt` takes, or a request that `process_inputs` made, with its text in `prompt_text`.
-        ValueError or TypeError for one that can't run."""
-        self._start_handler()
-        if lora_request is not None: raise ValueError("lora_request: litevllm has no LoRA adapters")
+        ValueError or TypeError for one that can't run, ValueError for an argument that is None by its type and is given all the same."""
+        refuse(lora_request=lora_request, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank, reasoning_ended=reasoning_ended,
+               reasoning_parser_kwargs=reasoning_parser_kwargs)
         request, prompt_text = self._process(request_id, prompt, sampling_params, prompt_text, tokenization_kwargs, priority)
         collector, ids = RequestOutputCollector(self._shared, request.sampling_params.output_kind), internal_ids(request)
-        reader, finished = _Reader(), False
-        forgotten = weakref.finalize(reader, self._shared.drop, ids)
-        forgotten.atexit = False
+        reader, unfinished = _Reader(), {request_id: ids}
+        self._shared.watch(reader, unfinished)
         try:
             self._shared.add_request(request_id, request, sampling_params, prompt_text, collector)
             self._log("Added request %s.", request_id)
-            while not finished:
-                output = await collector.get()
-                finished = output.finished
+            while unfinished:
+                self._start_handler()
+                if (output := await collector.get()) is None: continue
+                if output.finished: unfinished.clear()
                 yield output
         finally:
-            forgotten.detach()
-            if not finished:
+            if unfinished:
                 self._shared.abort(ids)
+                unfinished.clear()
                 self._log("Request %s ended early.", request_id)
 
     def _process(self, request_id: str, prompt: Any, params: SamplingParams, text: str | None, tokenization_kwargs: dict[str, Any] | None,
                  priority: int) -> tuple[EngineCoreRequest, str | None]:
         if isinstance(prompt, EngineCoreRequest): return prompt, text
-        kw = {} if tokenization_kwargs is None else {"tokenization_kwargs": tokenization_kwargs}
-        request = self._shared.engine.input_processor.process_inputs(request_id, prompt, params, priority=priority, **kw)
-        return request, prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else text
+        request = self._shared.engine.input_processor.process_inputs(request_id, prompt, params, priority=priority, tokenization_kwargs=tokenization_kwargs)
+        found = text_in(prompt)
+        return request, text if found is None else found
 
     def _start_handler(self):
         "Sees to it that the running loop has an output handler."
         loop = asyncio.get_running_loop()
+        if loop in self._handlers and not self._handlers[loop].done(): return
         self._handlers = {running: task for running, task in self._handlers.items() if not (task.done() or running.is_closed())}
-        if loop not in self._handlers: self._handlers[loop] = loop.create_task(_handle_outputs(self._shared), name="AsyncLLM output handler")
+        self._handlers[loop] = handler = loop.create_task(_handle_outputs(self._shared), name="AsyncLLM output handler")
+        handler.add_done_callback(functools.partial(_wake_readers, self._shared, loop))
 
     def _log(self, message: str, *args):
         if self.log_requests: logger.info(message, *args)

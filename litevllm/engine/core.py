@@ -234,7 +234,7 @@ class EngineCoreProc(EngineCore):
         while not self.has_work():
             self._say_alive()
             # Python looks for signals between bytecodes: a SIGTERM that comes just before the wait would not end it, so it ends now and then
-            try: self._handle_client_request(*self.input_queue.get(timeout=0.5))
+            try: self._handle_client_request(*self.input_queue.get(timeout=min(0.5, self.say_alive_every)))
             except queue.Empty: pass
         while not self.input_queue.empty(): self._handle_client_request(*self.input_queue.get())
 

@@ -7,7 +7,7 @@ __all__ = ['EngineDeadError', 'EngineCoreClient', 'ChildProcess', 'BackgroundRes
            'InprocClient']
 
 # %% ../../nbs/01b_core_client.ipynb #ca9da754
-import asyncio, itertools, os, queue, shutil, signal, socket, subprocess, sys, tempfile, threading, time, traceback, weakref
+import asyncio, contextlib, itertools, os, queue, shutil, signal, socket, subprocess, sys, tempfile, threading, time, traceback, weakref
 from collections import deque
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
@@ -42,6 +42,11 @@ class EngineCoreClient:
 
     def add_request(self, request: EngineCoreRequest): raise NotImplementedError
     def abort_requests(self, request_ids: list[str]): raise NotImplementedError
+
+    def abort_soon(self, request_ids: list[str]):
+        "For finalizers: takes no lock and never waits, and may come to nothing."
+        raise NotImplementedError
+
     def shutdown(self): raise NotImplementedError
 
     def call_utility(self, method: str, *args):
@@ -55,13 +60,15 @@ class EngineCoreClient:
 # %% ../../nbs/01b_core_client.ipynb #80e48891
 class ChildProcess:
     "`python -m litevllm.engine.core ARGS`: what it prints goes on to `sys.stderr`, its last lines are kept, and it can be ended."
-    def __init__(self, args: list[str]):
+    def __init__(self): self.process, self.relay, self.last_lines = None, None, deque(maxlen=40)
+
+    def start(self, args: list[str]):
+        "Apart from the constructor, so that whoever is to end it has it in hand before there is anything to end."
         # the child finds modules just as this process does, uninstalled checkouts and `python -c` included
         env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"} | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-m", "litevllm.engine.core", *args]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=env, start_new_session=True)   # its own session: Ctrl-C does not reach it
-        self.last_lines = deque(maxlen=40)
         self.relay = threading.Thread(target=self._relay, name="EngineCoreLog", daemon=True)
         self.relay.start()
 
@@ -79,15 +86,17 @@ class ChildProcess:
         return f"its process {self.process.pid} {how}; its last lines were:\n{''.join(self.last_lines)}"
 
     def stop(self, timeout: float = 5.0):
-        "Ends it: SIGTERM, and SIGKILL after `timeout` seconds. Safe to call again."
+        "Ends it: SIGTERM, and SIGKILL after `timeout` seconds. Safe to call again, or before it was started."
+        if self.process is None: return
         if self.process.poll() is None: self.process.terminate()
         try: self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.process.stdin.close()
-        if threading.current_thread() is not self.relay: self.relay.join(1)
-        if not self.relay.is_alive(): self.process.stdout.close()
+        relays = self.relay is not None and self.relay.is_alive()
+        if relays and threading.current_thread() is not self.relay: self.relay.join(1)
+        if not relays or not self.relay.is_alive(): self.process.stdout.close()
 
 # %% ../../nbs/01b_core_client.ipynb #3a1355eb
 def _bind(ctx: zmq.Context, kind: int, directory: str, name: str) -> tuple[zmq.Socket, str]:
@@ -124,7 +133,8 @@ class BackgroundResources:
     def start(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type) -> EngineCoreReadyResponse:
         "Starts the child and shakes hands with it. RuntimeError, with the child's own reason, if that fails."
         deadline, self.timeout = time.monotonic() + float(os.environ.get("LITEVLLM_STARTUP_TIMEOUT", 600)), engine_timeout()
-        self.child = ChildProcess([self.input_address, self.directory])
+        self.child = ChildProcess()
+        self.child.start([self.input_address, self.directory])
         self.identity, hello = self._await(self.input_socket, deadline)
         init = EngineHandshakeMetadata(vllm_config.to_bytes(), self.output_address, log_stats,
                                        f"{executor_class.__module__}:{executor_class.__name__}")
@@ -190,7 +200,7 @@ class BackgroundResources:
 
     def _give_up(self, silence: float):
         self.child.process.kill()   # it may hold the device's memory, and nobody will ask it for anything again
-        self.declare_dead(f"The engine core is dead: its process {self.child.process.pid} gave no word for {silence:.0f} seconds "
+        self.declare_dead(f"The engine core is dead: its process {self.child.process.pid} gave no word for {silence:.1f} seconds "
                           "(LITEVLLM_ENGINE_TIMEOUT) and was killed.")
 
     def receive(self, frames: list[bytes]):
@@ -217,7 +227,7 @@ class BackgroundResources:
         In a fork of the process that started it, it does nothing."""
         if os.getpid() != self.owner: return
         self.declare_dead("The engine was shut down.")
-        if self.child is not None and self.child.process.poll() is None: self.child.process.terminate()
+        if self.child is not None and self.child.process is not None and self.child.process.poll() is None: self.child.process.terminate()
         self._wake()
         if self.thread is None: self.ctx.destroy(linger=0)
         elif self.thread is not threading.current_thread(): self.thread.join(5)
@@ -251,6 +261,9 @@ class SyncMPClient(EngineCoreClient):
 
     def abort_requests(self, request_ids: list[str]):
         if request_ids and self.resources.dead_reason is None: self._send(EngineCoreRequestType.ABORT, request_ids)
+
+    def abort_soon(self, request_ids: list[str]):
+        if os.getpid() == self.resources.owner: self.abort_requests(request_ids)
 
     def _send(self, kind: EngineCoreRequestType, message): self.resources.post(kind.value, msgspec.msgpack.encode(message))
 
@@ -333,6 +346,8 @@ class InprocClient(EngineCoreClient):
         try: self._call(self.engine_core.abort_requests, request_ids)
         except EngineDeadError: pass     # it was shut down just now, and its requests with it
 
+    def abort_soon(self, request_ids: list[str]): self.engine_core.aborts_queue.put(request_ids)   # read after the next step
+
     def call_utility(self, method: str, *args):
         self._check_alive()
         answer = self._call(call_utility, self.engine_core, 0, method, args)
@@ -353,5 +368,6 @@ def _step(core: EngineCore) -> tuple[EngineCoreOutputs, bool]:
     return outputs or EngineCoreOutputs(), core.has_work()
 
 def _close_in_process(thread: ThreadPoolExecutor, core: EngineCore):
-    thread.shutdown(cancel_futures=True)   # waits for the step that runs, if any
+    with contextlib.suppress(RuntimeError):    # the collector may have called in that very thread, which can't wait for itself
+        thread.shutdown(cancel_futures=True)   # waits for the step that runs, if any
     core.shutdown()

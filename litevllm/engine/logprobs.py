@@ -6,13 +6,12 @@
 __all__ = ['TokenTexts', 'LogprobsProcessor']
 
 # %% ../../nbs/01h_logprobs_processor.ipynb #e7d6e4c8
-from .detokenizer import text_decoder
+from .detokenizer import _INCOMPLETE, text_decoder
 from ..logprobs import PromptLogprobs, SampleLogprobs, append_logprobs_for_next_position, create_prompt_logprobs, create_sample_logprobs
 from ..messages import EngineCoreOutput, EngineCoreRequest
 
 # %% ../../nbs/01h_logprobs_processor.ipynb #78a8ac37
-_INCOMPLETE = "\ufffd"   # what a decoder writes for bytes that are no character, or not yet one
-_MAX_PENDING = 8         # tokens that may wait for a character to complete; a character has four bytes at most
+_MAX_PENDING = 8   # tokens that may wait for a character (four bytes at most). Half the detokenizer's: every candidate is decoded behind them
 
 # %% ../../nbs/01h_logprobs_processor.ipynb #6e330ba8
 class TokenTexts(dict):

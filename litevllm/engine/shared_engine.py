@@ -6,7 +6,7 @@
 __all__ = ['hold_interrupts', 'Inbox', 'SharedEngine']
 
 # %% ../../nbs/01j_shared_engine.ipynb #0d407956
-import contextlib, os, signal, threading
+import contextlib, itertools, os, signal, threading, weakref
 from collections import deque
 from collections.abc import Iterable
 
@@ -17,27 +17,40 @@ from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 
 # %% ../../nbs/01j_shared_engine.ipynb #b5243510
+_SIGNALS = sorted(signal.valid_signals())
+
+
 class hold_interrupts:
-    """A block in which Ctrl-C waits: it acts when `deliver()` is called, or else at the end of the block.
+    """A block in which Ctrl-C and all other signals with a Python handler wait: they act when `deliver()` is called, or else at its end.
 
     Only the main thread gets any, so that elsewhere there is nothing to hold. Blocks may be nested."""
     def __enter__(self) -> "hold_interrupts":
-        self._held, self._handler = [], None
-        if threading.current_thread() is threading.main_thread() and callable(handler := signal.getsignal(signal.SIGINT)):
-            self._handler = handler
-            signal.signal(signal.SIGINT, lambda *args: self._held.append(args))
+        self._held, self._handlers, self._holding = {}, {}, False
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))}
+            for n in self._handlers: signal.signal(n, self._take)
+        self._holding = True
         return self
 
+    def _take(self, signum, frame):
+        if self._holding: self._held[signum] = frame
+        else: self._handlers[signum](signum, frame)   # only half begun, or half ended
+
     def deliver(self):
-        "Lets those that came so far act, as one: Python's own handler raises KeyboardInterrupt here."
-        if not self._held: return
-        args = self._held[-1]
-        self._held.clear()
-        self._handler(*args)
+        "Lets those that came so far act, several of one kind as one: Python's own handler for Ctrl-C raises KeyboardInterrupt here."
+        while self._held:
+            signum, frame = self._held.popitem()
+            self._handlers[signum](signum, frame)
 
     def __exit__(self, *exc):
-        if self._handler is not None: signal.signal(signal.SIGINT, self._handler)
-        self.deliver()
+        self._holding = False
+        try: self._put_back()
+        finally:                 # a handler that is back may raise before the next one is
+            self._put_back()
+            self.deliver()
+
+    def _put_back(self):
+        for n, handler in self._handlers.items(): signal.signal(n, handler)
 
 # %% ../../nbs/01j_shared_engine.ipynb #b96bcd5a
 class Inbox(deque):
@@ -50,25 +63,30 @@ class SharedEngine:
     def __init__(self, engine: LLMEngine):
         self.engine, self._pid = engine, os.getpid()
         self._door, self._room, self._owner = threading.Lock(), threading.Lock(), None
-        self._dropped: deque[Iterable[str]] = deque()
+        self._watched: dict[int, tuple[weakref.ref, dict[str, list[str]]]] = {}
+        self._keys = itertools.count()
 
     def _acquire(self, timeout: float = -1) -> bool:
         if os.getpid() != self._pid:   # a fork inherits the locks as they were, and nobody who would open them
             raise EngineDeadError(f"The engine belongs to process {self._pid}; this is a fork of it, {os.getpid()}. Make a new one here.")
         if not self._door.acquire(timeout=timeout): return False
-        if got := self._room.acquire(timeout=timeout): self._owner = threading.get_ident()
-        self._door.release()
+        try: got = self._room.acquire(timeout=timeout)
+        finally: self._door.release()
+        if got: self._owner = threading.get_ident()
         return got
 
     def _release(self):
-        "Gives the room back, once nobody's note is left; one that comes while it is given back is seen to as well."
-        while True:
-            try:
-                while self._dropped: self._abort(self._dropped.popleft())
-            finally:
-                self._owner = None
-                self._room.release()
-            if not self._dropped or not self._acquire(0): return
+        try: self._tidy_up()
+        finally:
+            self._owner = None
+            self._room.release()
+
+    def _tidy_up(self):
+        "Ends the requests of consumers that are no more, and forgets those that have none left."
+        for key, (consumer, requests) in list(self._watched.items()):
+            if requests and consumer() is not None: continue
+            if requests: self._abort(sum(requests.values(), []))
+            del self._watched[key]
 
     def __enter__(self) -> "SharedEngine":
         interrupts = hold_interrupts().__enter__()
@@ -102,20 +120,24 @@ class SharedEngine:
     def _abort(self, internal_ids: Iterable[str]):
         with contextlib.suppress(EngineDeadError): self.engine.abort_request(list(internal_ids), internal=True)
 
-    def drop(self, internal_ids: Iterable[str]):
-        "The same for a finalizer: never waits. Done at once if nobody holds the engine, else when they let go."
-        self._dropped.append(internal_ids)
-        with contextlib.suppress(EngineDeadError):
-            if self._acquire(0): self._release()
+    def watch(self, consumer, requests: dict[str, list[str]]):
+        "Once `consumer` is collected, what is then in `requests` (its unfinished ones; caller's id -> internal ids) is aborted."
+        key = next(self._keys)
+        self._watched[key] = weakref.ref(consumer, lambda _: self._vanished(key)), requests
+
+    def _vanished(self, key: int):
+        "May come at any moment, in any thread: no lock, no wait. The rest is done when the engine is let go the next time."
+        if (watched := self._watched.get(key)) is not None: self.engine.engine_core.abort_soon(sum(watched[1].values(), []))
 
     def close(self):
         """Ends the engine; every consumer gets EngineDeadError. In a fork it does nothing.
 
         Called again, it does what Ctrl-C kept the first call from doing."""
         if os.getpid() != self._pid: return
-        free = self._owner != threading.get_ident() and self._acquire(5)   # a finalizer may come while this very thread holds it
-        try:
-            self.engine.output_processor.propagate_error(EngineDeadError("The engine was shut down."))
-            self.engine.close()
-        finally:
-            if free: self._release()
+        with hold_interrupts():
+            free = self._owner != threading.get_ident() and self._acquire(5)   # a finalizer may come while this very thread holds it
+            try:
+                self.engine.output_processor.propagate_error(EngineDeadError("The engine was shut down."))
+                self.engine.close()
+            finally:
+                if free: self._release()
