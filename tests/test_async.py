@@ -222,6 +222,33 @@ def test_an_output_that_comes_while_the_waiter_signs_up(fake):
     finally: client.resources.waiters = old
 
 
+@pytest.mark.parametrize("how", ["cancelled", "interrupted"])
+def test_readers_outlive_their_output_handler(fake, how):
+    "A program that cancels every task it did not make, or a Ctrl-C that is raised in just this one, takes the handler away from those who wait."
+    engine, seen = engine_of(fake), []
+    step = engine.step
+    def interrupted(*args):
+        engine.step = step
+        raise KeyboardInterrupt
+    async def read():
+        async for o in fake.generate([7], delta(60), "x"):
+            seen.append(o)
+            if len(seen) != 3: continue
+            if how == "interrupted": engine.step = interrupted
+            else: [t.cancel() for t in asyncio.all_tasks() if t.get_name() == "AsyncLLM output handler"]
+    loop = asyncio.new_event_loop()
+    try:
+        reading = loop.create_task(read())
+        if how == "interrupted":
+            with pytest.raises(KeyboardInterrupt): loop.run_until_complete(reading)
+        loop.run_until_complete(asyncio.wait([reading], timeout=5))
+        assert reading.done() and joined(seen) == tokens_of(7, 1, 60)
+    finally:
+        for task in asyncio.all_tasks(loop): task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+
+
 # ---- loops and slow readers -----------------------------------------------------------------------------------------------------------
 
 def test_asyncio_run_twice_and_leftovers_of_the_first(fake):

@@ -75,7 +75,7 @@ def test_a_child_that_stands_still_counts_as_dead(monkeypatch, busy):
         assert ids_of(llm.generate([[1]], params(3), use_tqdm=False)) == [tokens_of(1, 1, 3)]
         child, start = psutil.Process(pid_of(llm)), time.monotonic()
         os.kill(child.pid, signal.SIGSTOP)
-        with pytest.raises(EngineDeadError, match=r"no word for 2 seconds \(LITEVLLM_ENGINE_TIMEOUT\)"):
+        with pytest.raises(EngineDeadError, match=r"no word for 2\.\d seconds \(LITEVLLM_ENGINE_TIMEOUT\)"):
             if busy:
                 for _ in stream: pass
             else: llm.reset_prefix_cache()
@@ -98,6 +98,18 @@ def test_a_front_process_that_was_stopped_goes_on():
         llm.close()
     """)
     assert "True" in out
+
+
+def test_i1_ctrl_c_just_as_the_child_was_started(monkeypatch):
+    "Its log thread holds its stdin open: without somebody who ends it, it would stay."
+    before, start = cores(), threading.Thread.start
+    def start_then_ctrl_c(self):
+        start(self)
+        if self.name == "EngineCoreLog": signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(threading.Thread, "start", start_then_ctrl_c)
+    with pytest.raises(KeyboardInterrupt): fake_llm()
+    gc.collect()
+    wait_until(lambda: cores() == before, 8, "the child is gone")
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan", ""])

@@ -179,19 +179,91 @@ def test_a_finalizer_never_waits_for_the_lock(fake):
     assert not fake.llm_engine.has_unfinished_requests()    # seen to when the engine was let go
 
 
-def test_a_note_that_is_left_while_the_lock_is_given_back(fake):
-    "Too late for the one who leaves, too early for the one who wrote it to get in: who leaves looks once more."
-    stream, lock = fake.stream([[7]], params(100_000)), fake._shared._room
-    ids = [stream._ids()]
-    class Room:
-        acquire = lock.acquire
-        def release(self):
-            if ids: fake._shared.drop(ids.pop())
-            lock.release()
-    fake._shared._room = Room()
+def test_the_core_stops_for_a_forgotten_stream_before_the_engine_is_used_again(fake):
+    stream, core = fake.stream([[7], [8]], params(100_000)), fake.llm_engine.engine_core
     next(stream)
-    fake._shared._room = lock
-    assert not ids and not fake.llm_engine.has_unfinished_requests() and not fake._shared._dropped
+    assert core.get_request_counts() == (2, 0)
+    del stream
+    end = time.monotonic() + 5
+    while core.get_request_counts() != (0, 0): assert time.monotonic() < end
+
+
+SIGNALS = """
+    import gc, os, random, signal, sys, time
+    from life_tools import *
+    seed = int(time.time()) % 10**6
+    print("seed", seed)
+    random.seed(seed)
+    sys.unraisablehook = lambda _: None          # what a callback of the collector raises is printed, not raised
+    class Late(Exception): pass
+    def late(*_): raise Late
+    llm, caught = fake_llm(), 0
+    def rounds(n, longest, use):
+        global caught
+        for _ in range(n):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, longest))
+                use()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except (KeyboardInterrupt, Late): caught += 1
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        assert llm.generate([[5, 5]], params(2), use_tqdm=False)[0].outputs[0].token_ids == tokens_of(5, 2, 2)
+        assert caught > n / 10, caught
+        gc.collect()                             # an exception may keep a frame, and that a stream
+        assert_drained(llm)
+        llm.close()
+        print("fine")
+"""
+
+
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_ctrl_c_while_a_forgotten_stream_is_collected(mode):
+    out = run_script(SIGNALS + """
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    def use():
+        s = llm.stream([[7, 1]], params(3))
+        next(s)
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 60e-6))
+        del s
+        for _ in range(3000): pass
+    rounds(300, 1, use)
+""", LITEVLLM_ENABLE_MULTIPROCESSING=mode)
+    assert "fine" in out
+
+
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_a_time_limit_by_alarm_may_strike_anywhere(mode):
+    "Any signal's handler may raise, and generate() cleans up all the same."
+    out = run_script(SIGNALS + """
+    signal.signal(signal.SIGALRM, late)
+    rounds(300, 12e-3, lambda: llm.generate([[7, 1], [8, 2]], params(4), use_tqdm=False))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+""", LITEVLLM_ENABLE_MULTIPROCESSING=mode)
+    assert "fine" in out
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_a_stream_in_a_cycle_is_collected_at_any_moment(two):
+    "In-process: inside of a pool's submit(), which holds a lock of the whole process, and in the thread of another engine."
+    out = run_script(f"""
+        from concurrent.futures import ThreadPoolExecutor
+        from life_tools import *
+        one, pool = fake_llm(), ThreadPoolExecutor(1)
+        other = fake_llm() if {two} else None
+        for _ in range(40):
+            stream = one.stream([[7, 1]], params(2000))
+            next(stream)
+            cycle = [stream]
+            cycle.append(cycle)
+            del stream, cycle
+            if other: other.generate([[7, 1]] * 8, params(10), use_tqdm=False)
+            for f in [pool.submit(int) for _ in range(300)]: f.result()
+        import gc
+        gc.collect()
+        assert_drained(one)
+        print("fine")
+    """, LITEVLLM_ENABLE_MULTIPROCESSING="0")
+    assert "fine" in out
 
 
 def test_closing_while_others_wait(fake):

@@ -28,8 +28,12 @@ class hold_interrupts:
         self._held, self._handlers, self._holding = {}, {}, False
         if threading.current_thread() is threading.main_thread():
             self._handlers = {n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))}
-            for n in self._handlers: signal.signal(n, self._take)
-        self._holding = True
+            try:
+                for n in self._handlers: signal.signal(n, self._take)
+                self._holding = True   # from here on none of them raises
+            except BaseException:
+                self._put_back()
+                raise
         return self
 
     def _take(self, signum, frame):
@@ -90,7 +94,10 @@ class SharedEngine:
 
     def __enter__(self) -> "SharedEngine":
         interrupts = hold_interrupts().__enter__()
-        self._acquire()
+        try: self._acquire()
+        except BaseException:
+            interrupts.__exit__()
+            raise
         self._interrupts = interrupts
         return self
 
