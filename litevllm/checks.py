@@ -40,6 +40,7 @@ def as_int(name: str, value: Any) -> int:
     "`value` as an int, from NumPy and torch scalars too; TypeError for a bool, a float, or anything else."
     if type(value) is int: return value
     if isinstance(value, bool) or not hasattr(value, "__index__"): raise wrong_type(name, value, "an integer")
+    if str(getattr(value, "dtype", "")) == "torch.bool": raise wrong_type(name, value, "an integer")   # NumPy's has no __index__
     try: return operator.index(value)
     except TypeError: raise wrong_type(name, value, "an integer") from None   # an array of several, a tensor of floats
 

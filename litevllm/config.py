@@ -66,12 +66,12 @@ class CacheConfig:
     num_gpu_blocks: int | None = None           # known once the child has measured its memory
 
     def __post_init__(self):
-        require(self.block_size >= 1, "block_size", self.block_size, "at least 1")
+        require(1 <= self.block_size <= 2**20, "block_size", self.block_size, "from 1 to 2**20")
         require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         require(self.cache_dtype == "auto", "kv_cache_dtype", self.cache_dtype, "'auto' (no other type acts yet)")
-        for name, least in (("num_gpu_blocks_override", 2), ("kv_cache_memory_bytes", 1)):
-            value = getattr(self, name)
-            require(value is None or value >= least, name, value, f"at least {least}")
+        blocks, size = self.num_gpu_blocks_override, self.kv_cache_memory_bytes
+        require(blocks is None or 2 <= blocks < 2**31, "num_gpu_blocks_override", blocks, "from 2 to 2**31 - 1: a block table holds int32")
+        require(size is None or size >= 1, "kv_cache_memory_bytes", size, "at least 1")
 
 # %% ../nbs/00c_config.ipynb #df57eb74
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .chat import chat_prompts
-from .checks import refuse, with_place
+from .checks import as_list, refuse, with_place
 from .config import EngineArgs
 from .engine.llm_engine import LLMEngine
 from .engine.parallel_sampling import internal_ids
@@ -173,6 +173,7 @@ class LLM:
         "The arguments of `_request` for each prompt; an error where the call as a whole is wrong."
         batch = _as_batch(prompts)
         params = _as_params(self.get_default_sampling_params() if params is None else params, len(batch), final)
+        if priority is not None: priority = as_list("priority", priority, "integers")
         if priority is not None and len(priority) != len(batch): raise ValueError(f"{len(batch)} prompts, but {len(priority)} priorities")
         for i, (prompt, p) in enumerate(zip(batch, params)):
             place = f"prompts[{i}] (of {len(batch)})" if len(batch) > 1 else ""

@@ -387,8 +387,19 @@ def test_priority_and_ids_of_requests():
     assert p.process_inputs("r", [1], SamplingParams(), priority=np.int64(-3)).priority == -3
     for bad in (1.5, "1", None, True):
         with pytest.raises(TypeError, match="priority"): p.process_inputs("r", [1], SamplingParams(), priority=bad)
+    for far in (2**63, -2**63 - 1):
+        with pytest.raises(ValueError, match=f"priority={far} does not fit in 64 bits"): p.process_inputs("r", [1], SamplingParams(), priority=far)
     for bad in (None, 5, b"r"):
         with pytest.raises(TypeError, match="request_id"): p.process_inputs(bad, [1], SamplingParams())
+
+
+def test_what_was_assigned_later_is_checked_and_normalised_too():
+    p, params = processor(fast(TOKENIZERS["byte_level"], "<s> $A")), SamplingParams()
+    params.stop, params.bad_words = "cat", ["dog"]
+    sent = p.process_inputs("r", "a", params).sampling_params
+    assert sent.stop == ["cat"] and sent.output_text_buffer_length == 2 and params.stop == "cat"
+    params.top_p = 3.0
+    with pytest.raises((TypeError, ValueError), match="top_p must be in"): p.process_inputs("r", "a", params)
 
 
 def test_n_is_passed_on():

@@ -76,6 +76,7 @@ async def _handle_outputs(shared: SharedEngine):
 
 
 def _wake_readers(shared: SharedEngine, loop: asyncio.AbstractEventLoop, handler: asyncio.Task):
+    if not handler.cancelled(): handler.exception()   # a Ctrl-C, which asyncio has raised already: not to be complained of again
     for state in list(shared.engine.output_processor.request_states.values()):
         if isinstance(state.queue, RequestOutputCollector): state.queue.wake(loop)
 

@@ -177,11 +177,10 @@ def _with_special(ids: list[int], bare: list[int], how: Tokenization, keep: int,
 
 # %% ../../nbs/01d_input_processor.ipynb #933aa72a
 def checked_for_the_wire(request: EngineCoreRequest) -> EngineCoreRequest:
-    "The request itself; TypeError, with the field, for one that the core could not read."
-    try: msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest)
+    "The request as the core will read it, its parameters checked anew; TypeError, with the field, for one that it could not read."
+    try: return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as e:
         raise TypeError(f"the request can't be sent to the core: {e}") from None
-    return request
 
 # %% ../../nbs/01d_input_processor.ipynb #51e1ebb0
 class InputProcessor:
@@ -217,6 +216,7 @@ class InputProcessor:
 
     def _priority(self, priority: int) -> int:
         priority = as_int("priority", priority)
+        if not -2**63 <= priority < 2**63: raise ValueError(f"priority={priority} does not fit in 64 bits")
         if priority != 0 and self.warns_of_priority:
             logger.warning("priority=%d has no effect: a priority acts on an engine with scheduling_policy='priority'", priority)
             self.warns_of_priority = False
