@@ -101,6 +101,12 @@ def test_checks_make_plain_values_and_nothing_else(function, taken):
             with pytest.raises(TypeError, match="field"): function("field", v)
 
 
+def test_a_bool_in_a_tensor_is_a_bool():
+    import torch
+    with pytest.raises(TypeError, match="field must be an integer"): as_int("field", torch.tensor(True))
+    assert as_int("field", torch.tensor(3)) == 3
+
+
 def test_a_list_is_copied():
     mine = [1, 2]
     for f in (as_ids, lambda n, v: as_list(n, v, "x")): assert f("a", mine) == mine and f("a", mine) is not mine

@@ -17,11 +17,12 @@ from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 
 # %% ../../nbs/01j_shared_engine.ipynb #b5243510
-_SIGNALS = sorted(signal.valid_signals())
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGBREAK", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
+            if hasattr(signal, name)]   # those that programs give a handler that raises
 
 
 class hold_interrupts:
-    """A block in which Ctrl-C and all other signals with a Python handler wait: they act when `deliver()` is called, or else at its end.
+    """A block in which Ctrl-C and its like (SIGTERM, SIGALRM, ...) wait where they have a Python handler: they act when `deliver()` is called, or else at its end.
 
     Only the main thread gets any, so that elsewhere there is nothing to hold. Blocks may be nested."""
     def __enter__(self) -> "hold_interrupts":
