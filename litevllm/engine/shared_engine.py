@@ -22,7 +22,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "S
 
 
 class hold_interrupts:
-    """A block in which Ctrl-C and its like (SIGTERM, SIGALRM, ...) wait where they have a Python handler: they act when `deliver()` is called, or else at its end.
+    """A block in which Ctrl-C waits, and acts when `deliver()` is called or else at its end; so do its like (SIGTERM, SIGALRM, ...) that have a handler.
 
     Only the main thread gets any, so that elsewhere there is nothing to hold. Blocks may be nested."""
     def __enter__(self) -> "hold_interrupts":
