@@ -389,6 +389,14 @@ def test_L3_each_end_token_stops_and_ignore_eos_ignores_all(tmp_path, case):
         check_live(llm)
 
 
+def test_L3_an_end_token_that_no_logit_stands_for(tmp_path):
+    "A list longer than the vocabulary: it neither ends nor masks anything, and breaks nothing."
+    with LLM(with_files(tmp_path, {"eos_token_id": [2, 600]}, {})) as llm:
+        out, = generate(llm, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5, min_tokens=3, logit_bias={2: 100.0}))
+        assert len(ids(out)) == 4 and 2 not in ids(out)[:3] and ids(out)[3] == 2 and out.outputs[0].finish_reason == "stop"
+        check_live(llm)
+
+
 def test_L3_no_end_token_anywhere(tmp_path):
     "It loads, and every answer ends by its length."
     path = with_files(tmp_path, None, dict(eos_token_id=None, pad_token_id=None))

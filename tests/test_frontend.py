@@ -515,7 +515,7 @@ def test_params_refused(tmp_path):
     ({}, {"eos_token_id": 1}, "<eos>", 4, [], {4}),               # the file is there: config.json is not asked
     (None, {"eos_token_id": 1}, "<eos>", 4, [1], {1, 4}),
     (None, {}, None, None, [], set()),                            # none anywhere: ends by length
-    ({"eos_token_id": [4, 99]}, {}, "<eos>", 4, [99], {4}),       # no logit stands for 99: never sampled, never masked
+    ({"eos_token_id": [4, 99]}, {}, "<eos>", 4, [], {4}),         # no logit stands for 99: never sampled, never masked
 ])
 def test_end_tokens(tmp_path, generation, config, tok_eos, eos, stops, everything):
     "L3: the union ends the output; ignore_eos ignores all of them; what the user asked for stays."

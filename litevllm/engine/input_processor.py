@@ -122,7 +122,8 @@ def complete_params(params: SamplingParams, prompt_len: int, limits: PromptLimit
     params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     if params.top_k >= limits.vocab_size: params.top_k = 0   # all of them
     params.update_from_generation_config(generation_config, eos_token_id)
-    # ids that no logit stands for can't be sampled, and can't be masked
+    # model files may list ids that no logit stands for: they can't be sampled, and can't be masked
+    params.stop_token_ids = [t for t in params.stop_token_ids if 0 <= t < limits.vocab_size]
     params.all_stop_token_ids.difference_update([t for t in params.all_stop_token_ids if not 0 <= t < limits.vocab_size])
     return params
 
