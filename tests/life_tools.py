@@ -66,7 +66,7 @@ def assert_drained(llm, seconds=10):
     engine = engine_of(llm)
     out, core = engine.output_processor, engine.engine_core
     with llm._shared: pass       # who is gone is tidied up after when the engine is let go
-    tables = dict(states=out.request_states, external=out.external_req_ids, parents=out.parent_requests, watched=llm._shared._watched)
+    tables = dict(states=out.request_states, external=out.external_req_ids, parents=out.parent_requests, watched=[requests for *_, requests in llm._shared._watched.values() if requests])
     wait_until(lambda: not any(tables.values()), seconds, f"tables of the front are empty: {tables}")
     wait_until(lambda: core.get_request_counts() == (0, 0), seconds, "nothing runs or waits in the core")
     assert core.make_stats().num_free_blocks == core.ready.num_gpu_blocks - 1

@@ -7,6 +7,7 @@ __all__ = ['logger', 'AsyncLLMEngine', 'RequestOutputCollector', 'AsyncLLM']
 
 # %% ../../nbs/01g_async_llm.ipynb #3f96ced4
 import asyncio, functools, threading, weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
@@ -33,26 +34,32 @@ class RequestOutputCollector:
     def __init__(self, shared: SharedEngine, output_kind: RequestOutputKind):
         self.aggregate = output_kind is RequestOutputKind.DELTA
         self._shared, self._loop, self._thread = shared, asyncio.get_running_loop(), threading.get_ident()
-        self._output, self._error, self._ready = None, None, asyncio.Event()
+        self._output, self._error, self._ready = deque(maxlen=1), None, asyncio.Event()   # one call takes an output, or puts it in
 
     def put(self, output: RequestOutput | Exception):
         "Called while the engine is held. After an exception nothing more is taken; what came before it is still delivered."
         if self._error is not None: return
         if isinstance(output, Exception): self._error = output
-        elif self._output is None: self._output = output
-        else: self._output.add(output, aggregate=self.aggregate)
+        else: self._output.append(self._merged(output))
         if threading.get_ident() == self._thread: return self._ready.set()
         try: self._loop.call_soon_threadsafe(self._ready.set)
         except RuntimeError: pass   # that loop is closed: nobody waits there any more
 
+    def _merged(self, output: RequestOutput) -> RequestOutput:
+        try: earlier = self._output.pop()
+        except IndexError: return output     # none, or the reader was quicker
+        earlier.add(output, aggregate=self.aggregate)
+        return earlier
+
     async def get(self) -> RequestOutput | None:
         "All that came since the last call, as one output; or None, after a wait: there is reason to look again. Cancelling it loses nothing."
-        with self._shared:
-            self._ready.clear()
-            output, self._output = self._output, None
-        if output is None and self._error is not None: raise self._error
-        if output is None: await self._ready.wait()
-        return output
+        self._ready.clear()                  # first: what is put in from here on sets it again
+        error = self._error                  # before a look at the output, which may have come before it
+        try: return self._output.pop()
+        except IndexError: pass
+        if error is not None: raise error
+        await self._ready.wait()
+        return None
 
     def wake(self, loop: asyncio.AbstractEventLoop):
         "In `loop`: makes a reader there look again."
@@ -150,7 +157,7 @@ class AsyncLLM:
         "Sees to it that the running loop has an output handler."
         loop = asyncio.get_running_loop()
         if loop in self._handlers and not self._handlers[loop].done(): return
-        self._handlers = {running: task for running, task in self._handlers.items() if not (task.done() or running.is_closed())}
+        self._handlers = {running: task for running, task in list(self._handlers.items()) if not (task.done() or running.is_closed())}
         self._handlers[loop] = handler = loop.create_task(_handle_outputs(self._shared), name="AsyncLLM output handler")
         handler.add_done_callback(functools.partial(_wake_readers, self._shared, loop))
 

@@ -177,10 +177,11 @@ class EngineCore:
 
     def _update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
         "Hands a result to the scheduler; aborts that arrived while it was computed go first, so that they get no more output."
-        self._process_aborts_queue()
+        self.process_aborts_queue()
         return self.scheduler.update_from_output(plan, output)
 
-    def _process_aborts_queue(self):
+    def process_aborts_queue(self):
+        "Ends the requests whose aborts came while a step was running."
         while not self.aborts_queue.empty(): self.abort_requests(self.aborts_queue.get())
 
     def post_step(self, executed: bool):
@@ -247,7 +248,7 @@ class EngineCoreProc(EngineCore):
         if kind is EngineCoreRequestType.ADD:
             if (refused := self.add_request(request)) is not None: self.output_queue.put(refused)
         elif kind is EngineCoreRequestType.ABORT:
-            self._process_aborts_queue()   # its eager copy must not outlive it: the id may be used again
+            self.process_aborts_queue()   # its eager copy must not outlive it: the id may be used again
             self.abort_requests(request)
         else: self.output_queue.put(EngineCoreOutputs(utility_output=call_utility(self, *request)))
 

@@ -73,10 +73,11 @@ class ChildProcess:
         self.relay.start()
 
     def _relay(self):
-        for line in iter(lambda: self.process.stdout.readline(1 << 16), b""):
-            self.last_lines.append(text := line.decode(errors="replace"))
-            try: print(text, end="", file=sys.stderr, flush=True)
-            except Exception: pass   # a closed or odd stderr; without reading on, the child would block on a full pipe
+        with contextlib.suppress(ValueError):   # closed before the first line, by who interrupted the start
+            for line in iter(lambda: self.process.stdout.readline(1 << 16), b""):
+                self.last_lines.append(text := line.decode(errors="replace"))
+                try: print(text, end="", file=sys.stderr, flush=True)
+                except Exception: pass   # a closed or odd stderr; without reading on, the child would block on a full pipe
 
     def exit_reason(self) -> str | None:
         "None while it runs; else how it ended, with its last lines."
@@ -189,7 +190,7 @@ class BackgroundResources:
             while self.dead_reason is None:
                 exited, start = self.child.process.poll() is not None, time.monotonic()   # asked before the socket, as in the handshake
                 events = dict(poller.poll(0 if exited else 200))
-                silence = 0.0 if self.output_socket in events else silence + min(time.monotonic() - start, 1.0)
+                silence = 0.0 if self.output_socket in events else silence + min(time.monotonic() - start, 1.0, self.timeout / 4)
                 if self._wakeup_end.fileno() in events: self._wakeup_end.recv(4096)
                 while self.outbox: self.input_socket.send_multipart([self.identity, *self.outbox.popleft()])
                 if self.output_socket in events: self.receive(self.output_socket.recv_multipart())
@@ -229,12 +230,14 @@ class BackgroundResources:
         self.declare_dead("The engine was shut down.")
         if self.child is not None and self.child.process is not None and self.child.process.poll() is None: self.child.process.terminate()
         self._wake()
-        if self.thread is None: self.ctx.destroy(linger=0)
-        elif self.thread is not threading.current_thread(): self.thread.join(5)
-        if self.child is not None: self.child.stop()
-        self.wakeup.close()
-        self._wakeup_end.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        try:
+            if self.thread is None or self.thread.ident is None: self.ctx.destroy(linger=0)   # it was never started
+            elif self.thread is not threading.current_thread(): self.thread.join(5)
+        finally:
+            if self.child is not None: self.child.stop()
+            self.wakeup.close()
+            self._wakeup_end.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 # %% ../../nbs/01b_core_client.ipynb #5834d924
 class SyncMPClient(EngineCoreClient):
@@ -343,8 +346,11 @@ class InprocClient(EngineCoreClient):
 
     def abort_requests(self, request_ids: list[str]):
         if not request_ids or not self._finalizer.alive or self._dead_reason is not None: return
-        try: self._call(self.engine_core.abort_requests, request_ids)
-        except EngineDeadError: pass     # it was shut down just now, and its requests with it
+        self.abort_soon(request_ids)
+        try:
+            done = self._thread.submit(self.engine_core.process_aborts_queue)
+            if self._step is None: done.result()   # else after the step that runs: Ctrl-C does not wait for it
+        except (RuntimeError, CancelledError): pass   # it was shut down just now, and its requests with it
 
     def abort_soon(self, request_ids: list[str]): self.engine_core.aborts_queue.put(request_ids)   # read after the next step
 

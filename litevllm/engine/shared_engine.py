@@ -6,7 +6,7 @@
 __all__ = ['hold_interrupts', 'Inbox', 'SharedEngine']
 
 # %% ../../nbs/01j_shared_engine.ipynb #0d407956
-import contextlib, itertools, os, signal, threading, weakref
+import contextlib, os, signal, threading, weakref
 from collections import deque
 from collections.abc import Iterable
 
@@ -25,37 +25,46 @@ class hold_interrupts:
     """A block in which Ctrl-C waits, and acts when `deliver()` is called or else at its end; so do its like (SIGTERM, SIGALRM, ...) that have a handler.
 
     Only the main thread gets any, so that elsewhere there is nothing to hold. Blocks may be nested."""
+    _current: "hold_interrupts | None" = None   # the outermost one that holds
+
     def __enter__(self) -> "hold_interrupts":
-        self._held, self._handlers, self._holding = {}, {}, False
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))}
-            try:
-                for n in self._handlers: signal.signal(n, self._take)
-                self._holding = True   # from here on none of them raises
-            except BaseException:
-                self._put_back()
-                raise
+        self._held, self._handlers, self._holding, self._pid = {}, {}, False, os.getpid()
+        outer = hold_interrupts._current
+        if threading.current_thread() is not threading.main_thread() or outer is not None and outer._pid == self._pid: return self
+        self._handlers = {n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))}
+        try:
+            for n in self._handlers: signal.signal(n, self._take)
+            self._holding = True   # from here on none of them raises
+            hold_interrupts._current = self
+        except BaseException:
+            self._put_back()
+            raise
         return self
 
     def _take(self, signum, frame):
-        if self._holding: self._held[signum] = frame
-        else: self._handlers[signum](signum, frame)   # only half begun, or half ended
+        if self._holding and os.getpid() == self._pid: self._held[signum] = frame
+        else: self._handlers[signum](signum, frame)   # only half begun, half ended, or in a fork made meanwhile
 
     def deliver(self):
-        "Lets those that came so far act, several of one kind as one: Python's own handler for Ctrl-C raises KeyboardInterrupt here."
-        while self._held:
-            signum, frame = self._held.popitem()
-            self._handlers[signum](signum, frame)
+        "Lets those that came so far act, in order, several of one kind as one: Python's own handler for Ctrl-C raises KeyboardInterrupt here."
+        if not self._held: return
+        frame = self._held.pop(signum := next(iter(self._held)))
+        try: self._handlers[signum](signum, frame)
+        finally:
+            del frame            # it may be this call's own
+            self.deliver()       # one that raises must not keep the others from it
 
     def __exit__(self, *exc):
-        self._holding = False
+        if not self._holding: return
+        hold_interrupts._current, self._holding = None, False
         try: self._put_back()
         finally:                 # a handler that is back may raise before the next one is
             self._put_back()
             self.deliver()
 
     def _put_back(self):
-        for n, handler in self._handlers.items(): signal.signal(n, handler)
+        for n, handler in self._handlers.items():
+            if signal.getsignal(n) == self._take: signal.signal(n, handler)   # else one of them has set another
 
 # %% ../../nbs/01j_shared_engine.ipynb #b96bcd5a
 class Inbox(deque):
@@ -68,8 +77,8 @@ class SharedEngine:
     def __init__(self, engine: LLMEngine):
         self.engine, self._pid = engine, os.getpid()
         self._door, self._room, self._owner = threading.Lock(), threading.Lock(), None
-        self._watched: dict[int, tuple[weakref.ref, dict[str, list[str]]]] = {}
-        self._keys = itertools.count()
+        self._watched: dict[int, tuple[weakref.ref, weakref.ref, dict[str, list[str]]]] = {}
+        self._gone: deque[weakref.ref] = deque()
 
     def _acquire(self, timeout: float = -1) -> bool:
         if os.getpid() != self._pid:   # a fork inherits the locks as they were, and nobody who would open them
@@ -87,11 +96,10 @@ class SharedEngine:
             self._room.release()
 
     def _tidy_up(self):
-        "Ends the requests of consumers that are no more, and forgets those that have none left."
-        for key, (consumer, requests) in list(self._watched.items()):
-            if requests and consumer() is not None: continue
+        "Ends the requests of consumers that are no more."
+        while self._gone:
+            *_, requests = self._watched.pop(id(self._gone.popleft()))
             if requests: self._abort(sum(requests.values(), []))
-            del self._watched[key]
 
     def __enter__(self) -> "SharedEngine":
         interrupts = hold_interrupts().__enter__()
@@ -123,19 +131,16 @@ class SharedEngine:
 
     def abort(self, internal_ids: Iterable[str]):
         "Ends requests, with a last output in the inbox of each that was unfinished. Any ids, at any time, also of a dead engine."
-        with self: self._abort(internal_ids)
+        with contextlib.suppress(EngineDeadError), self: self._abort(internal_ids)   # in a fork there is nothing to end
 
     def _abort(self, internal_ids: Iterable[str]):
         with contextlib.suppress(EngineDeadError): self.engine.abort_request(list(internal_ids), internal=True)
 
     def watch(self, consumer, requests: dict[str, list[str]]):
         "Once `consumer` is collected, what is then in `requests` (its unfinished ones; caller's id -> internal ids) is aborted."
-        key = next(self._keys)
-        self._watched[key] = weakref.ref(consumer, lambda _: self._vanished(key)), requests
-
-    def _vanished(self, key: int):
-        "May come at any moment, in any thread: no lock, no wait. The rest is done when the engine is let go the next time."
-        if (watched := self._watched.get(key)) is not None: self.engine.engine_core.abort_soon(sum(watched[1].values(), []))
+        core = self.engine.engine_core
+        note, word = weakref.ref(consumer, self._gone.append), weakref.ref(consumer, lambda _: core.abort_soon(sum(requests.values(), [])))
+        self._watched[id(note)] = note, word, requests
 
     def close(self):
         """Ends the engine; every consumer gets EngineDeadError. In a fork it does nothing.
