@@ -83,6 +83,23 @@ def test_a_child_that_stands_still_counts_as_dead(monkeypatch, busy):
         wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5, "it was killed")
 
 
+def test_i2_ctrl_c_does_not_wait_for_a_step_in_this_process():
+    out = run_script("""
+        import os, signal, threading, time
+        from life_tools import *
+        import ipc_fakes
+        class Long(ipc_fakes.FakeExecutor): step_s = 3
+        llm = fake_llm(Long)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        try: llm.generate([[7, 1]], params(2), use_tqdm=False)
+        except KeyboardInterrupt: print("interrupted early", time.monotonic() - start < 2)
+        assert llm.generate([[8, 1]], params(2), use_tqdm=False)[0].outputs[0].token_ids == tokens_of(8, 2, 2)
+        assert_drained(llm)
+    """, LITEVLLM_ENABLE_MULTIPROCESSING="0")
+    assert "interrupted early True" in out
+
+
 def test_a_front_process_that_was_stopped_goes_on():
     out = run_script("""
         import os, signal, subprocess, sys, time
@@ -100,13 +117,16 @@ def test_a_front_process_that_was_stopped_goes_on():
     assert "True" in out
 
 
-def test_i1_ctrl_c_just_as_the_child_was_started(monkeypatch):
-    "Its log thread holds its stdin open: without somebody who ends it, it would stay."
+@pytest.mark.parametrize("thread", ["EngineCoreLog", "EngineCoreClientIO"])
+@pytest.mark.parametrize("after", [True, False])
+def test_i1_ctrl_c_just_as_a_thread_of_the_client_starts(monkeypatch, thread, after):
+    "The log's holds the child's stdin open, the other one the sockets: without somebody who ends it, the child would stay."
     before, start = cores(), threading.Thread.start
-    def start_then_ctrl_c(self):
-        start(self)
-        if self.name == "EngineCoreLog": signal.raise_signal(signal.SIGINT)
-    monkeypatch.setattr(threading.Thread, "start", start_then_ctrl_c)
+    def start_and_ctrl_c(self):
+        if after: start(self)
+        if self.name == thread: signal.raise_signal(signal.SIGINT)
+        if not after: start(self)
+    monkeypatch.setattr(threading.Thread, "start", start_and_ctrl_c)
     with pytest.raises(KeyboardInterrupt): fake_llm()
     gc.collect()
     wait_until(lambda: cores() == before, 8, "the child is gone")

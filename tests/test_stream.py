@@ -1,5 +1,5 @@
 """`LLM.stream`, calls that interleave, and chat: everyone gets their own outputs, whole and in order, whatever happens around them."""
-import gc, signal, threading, time
+import gc, os, signal, threading, time
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from life_tools import assert_drained, fake_llm, params, run_script, tokens_of
 from litevllm import LLM, EngineArgs, EngineDeadError, RequestOutput, SamplingParams
+from litevllm.engine.shared_engine import hold_interrupts
 from litevllm.sampling_params import RequestOutputKind
 from litevllm.tiny import write_tiny_model
 
@@ -186,6 +187,59 @@ def test_the_core_stops_for_a_forgotten_stream_before_the_engine_is_used_again(f
     del stream
     end = time.monotonic() + 5
     while core.get_request_counts() != (0, 0): assert time.monotonic() < end
+
+
+def test_streams_that_are_made_and_forgotten_while_another_thread_works(fake):
+    "The engine is let go many times between the making of a stream and its first request, and between its end and the collector."
+    enough = threading.Event()
+    def generate():
+        while not enough.is_set(): fake.generate([[9]], params(3), use_tqdm=False)
+    worker = threading.Thread(target=generate)
+    worker.start()
+    process = fake.llm_engine.input_processor.process_inputs
+    def slowly(*args, **kw):
+        time.sleep(0.01)                   # a long text
+        return process(*args, **kw)
+    fake.llm_engine.input_processor.process_inputs = slowly
+    try:
+        for k in range(20):
+            stream = fake.stream([[k + 1]], params(100_000))
+            next(stream)
+            del stream
+    finally:
+        fake.llm_engine.input_processor.process_inputs = process
+        enough.set()
+        worker.join(10)
+    assert_drained(fake)
+
+
+def test_signals_that_are_held(monkeypatch):
+    "All of them act, in order, though one raises; a handler that a handler set stays; a nested block delivers nothing; a fork is not held."
+    got, was = [], signal.getsignal(signal.SIGINT)
+    def first(*_):
+        got.append("first")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(hold_interrupts, "_current", None)
+        signal.signal(signal.SIGUSR1, lambda *_: got.append("usr1"))
+        with pytest.raises(KeyboardInterrupt), hold_interrupts() as outer:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
+            with hold_interrupts() as inner: inner.deliver()
+            got.append("inside")
+            if (pid := os.fork()) == 0:
+                try: signal.raise_signal(signal.SIGINT)
+                except KeyboardInterrupt: os._exit(7)
+                os._exit(1)
+            got.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            outer.deliver()
+        assert got == ["inside", 7, "usr1"]
+        signal.signal(signal.SIGINT, first)
+        with hold_interrupts(): signal.raise_signal(signal.SIGINT)
+        assert got[-1] == "first" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, was)
 
 
 SIGNALS = """
