@@ -190,9 +190,6 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool: return not self.errored
 
-    @property
-    def is_stopped(self) -> bool: return self.errored
-
     def shutdown(self):
         "Ends the child process and gives everything back; generators that wait get EngineDeadError. A second call does nothing."
         self._close()
