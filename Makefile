@@ -1,5 +1,7 @@
 # make demo   set up .venv, then answer a few prompts with SmolLM2-135M-Instruct
 # make test   set up what is missing, then run every check
+# make bench  measure litevllm on this CPU beside the peers that are installed (about 20 minutes) into nbs/data/bench-cpu.json; BENCH="--rounds 1 ..." says otherwise
+# make gpu    check and measure kernels and engine on a CUDA GPU (under 8 minutes) into nbs/data/bench-gpu.json; GPU_PYTHON has torch, triton, transformers
 # make export write litevllm/, kernels/ and README.md from the notebooks
 # make clean  remove .venv and everything that is built
 #
@@ -13,7 +15,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 PIP := $(PY) -m pip --disable-pip-version-check install -q
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test notebooks pytest export clean
+.PHONY: demo test notebooks pytest bench gpu export clean
+GPU_PYTHON ?= python3
 
 demo: $(VENV)/.installed
 	$(PY) -m litevllm.demo
@@ -28,6 +31,13 @@ notebooks: $(VENV)/.installed-dev
 
 pytest: $(VENV)/.installed-dev
 	$(PY) -m pytest -q
+
+bench: $(VENV)/.installed
+	$(PY) -m litevllm.bench.peers $(BENCH)
+
+# no environment of its own: a machine with a GPU brings the torch that fits its driver
+gpu:
+	$(GPU_PYTHON) -m litevllm.bench.gpu $(GPU)
 
 export: $(VENV)/.installed-dev
 	$(VENV)/bin/nbdev_export

@@ -48,8 +48,7 @@ _ONE_VALUE = dict(
     ec_transfer_config=None, kv_sharing_fast_prefill=False, calculate_kv_scales=False, kv_cache_dtype_skip_layers=None,
     prefix_caching_hash_algo="sha256", disable_hybrid_kv_cache_manager=None, disable_sliding_window=False, enable_sleep_mode=False,
     enable_cumem_allocator=False, max_num_partial_prefills=1, max_long_partial_prefills=1, scheduler_reserve_full_isl=True, stream_interval=1,
-    attention_config=None, override_attention_dtype=None, compilation_config=None, cudagraph_capture_sizes=None, max_cudagraph_capture_size=None,
-    ir_op_priority=None, kernel_config=None, linear_backend="auto", enable_flashinfer_autotune=None, optimization_level=2,
+    attention_config=None, override_attention_dtype=None, ir_op_priority=None, kernel_config=None, linear_backend="auto", enable_flashinfer_autotune=None, optimization_level=2,
     performance_mode="balanced", weight_transfer_config=None, additional_config=None, shutdown_timeout=0,
     # what is chosen
     logprobs_mode="raw_logprobs", use_fp64_gumbel=False, logits_processors=None, structured_outputs_config=None, reasoning_config=None,
@@ -61,7 +60,7 @@ _ONE_VALUE = dict(
     enable_logging_iteration_details=False, enable_mm_processor_stats=False, profiler_config=None, fail_on_environ_validation=False)
 _SAME = {   # other names of the default
     "runner": ("generate",), "task": ("generate",), "tokenizer_mode": ("hf",), "config_format": ("hf",), "distributed_executor_backend": ("mp", "uni"),
-    "revision": ("main",), "tokenizer_revision": ("main",), "code_revision": ("main",), "compilation_config": (0,)}
+    "revision": ("main",), "tokenizer_revision": ("main",), "code_revision": ("main",)}
 
 # %% ../nbs/00o_other_args.ipynb #598c7ee3
 _ANY_VALUE = {   # name: (default, why it has no effect)

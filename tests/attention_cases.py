@@ -27,6 +27,7 @@ class Case:
     pad_rows: int = 0  # rows of q behind the last request
     skip_slots: int = 0  # every n-th token is stored by a second call; the first has -1 in its place
     dtype: torch.dtype = torch.float32
+    scales: tuple | None = None  # (k_scale, v_scale) of an fp8 pool
 
 
 CASES = [
@@ -65,6 +66,11 @@ CASES = [
 HALF = [replace(CASES[0], name=f"{n} {str(dt)[6:]}", dtype=dt, **kw) for dt in (torch.float16, torch.bfloat16) for n, kw in (
     ("mixed", {}), ("window", dict(window=9, head_dim=96)), ("soft cap", dict(softcap=30.0, head_dim=80, heads=(3, 1))),
     ("decode", dict(query_lens=(1, 1), seq_lens=(70, 33))))]
+FP8 = [replace(CASES[0], name=f"fp8 {n}", **dict(dict(dtype=torch.bfloat16), **kw)) for n, kw in (
+    ("mixed", dict(scales=(0.02, 0.7))), ("scales of 1", dict(scales=(1.0, 1.0))), ("decode", dict(query_lens=(1, 1), seq_lens=(70, 33), scales=(3.0, 0.01))),
+    ("out of range", dict(scales=(0.004, 0.003))), ("window, head dim 96, float16", dict(window=9, head_dim=96, dtype=torch.float16, scales=(0.1, 0.2))),
+    ("soft cap, group 3, float32", dict(softcap=30.0, head_dim=80, heads=(3, 1), dtype=torch.float32, scales=(0.5, 0.25))),
+    ("padding requests", dict(query_lens=(3, 0, 1, 1, 0), seq_lens=(21, 0, 30, 0, 0), pad_rows=3, skip_slots=3, scales=(0.1, 0.2))))]
 
 
 @dataclass
@@ -98,9 +104,11 @@ def build(case: Case, seed: int = 0, pool_dtype=None) -> Batch:
     qkv = torch.randn(nq + case.pad_rows, (hq + 2 * hk) * d, generator=gen)
     q = (qkv[:, :hq * d] * case.spread).to(case.dtype) if case.spread != 1 else qkv.to(case.dtype)[:, :hq * d]
     slots = torch.tensor([int(table[s, p // bs]) * bs + p % bs for s, p in rows], dtype=torch.int64)
-    pool = torch.full((2, sum(pages) + 3, bs, hk, d), float("nan"), dtype=pool_dtype or case.dtype)
+    pool = torch.full((2, sum(pages) + 3, bs, hk, d), float("nan"), dtype=torch.float8_e4m3fn if case.scales else pool_dtype or case.dtype)
     want = pool.clone()
-    for i, x in enumerate((key, value)): want[i].view(-1, hk, d)[slots] = x[:total].to(want.dtype)
+    for i, x in enumerate((key, value)):
+        if case.scales: x = (x.float() / case.scales[i]).clamp(-448, 448)
+        want[i].view(-1, hk, d)[slots] = x[:total].to(want.dtype)
     starts = torch.tensor([0, *torch.tensor(case.query_lens).cumsum(0).tolist()], dtype=torch.int32)
     return Batch(key, value, slots, pool, want, q.view(-1, hq, d), starts, torch.tensor(case.seq_lens, dtype=torch.int32), table)
 
@@ -117,7 +125,7 @@ def expected(case: Case, b: Batch, scale: float) -> torch.Tensor:
             if not seen:
                 out[row] = 0
                 continue
-            k, v = (x.flatten(0, 1)[seen].double().repeat_interleave(group, 1) for x in b.want_pool)
+            k, v = (x.flatten(0, 1)[seen].double().repeat_interleave(group, 1) * factor for x, factor in zip(b.want_pool, case.scales or (1, 1)))
             score = torch.einsum("hd,mhd->hm", b.q[row].double(), k) * scale
             if case.softcap: score = case.softcap * torch.tanh(score / case.softcap)
             out[row] = torch.einsum("hm,mhd->hd", score.softmax(-1), v)
@@ -127,13 +135,15 @@ def expected(case: Case, b: Batch, scale: float) -> torch.Tensor:
 def write(module, case: Case, b: Batch):
     "Store the batch with the module's kernel; with `skip_slots` in two calls, each leaving -1 where the other writes"
     keys, values = b.pool.unbind(0)
-    if not case.skip_slots: return module.reshape_and_cache_flash(b.key, b.value, keys, values, b.slots)
+    fp8 = ("fp8", *case.scales) if case.scales else ()
+    if not case.skip_slots: return module.reshape_and_cache_flash(b.key, b.value, keys, values, b.slots, *fp8)
     later = torch.arange(len(b.slots)) % case.skip_slots == 0
-    for part in (~later, later): module.reshape_and_cache_flash(b.key, b.value, keys, values, b.slots.where(part, -1))
+    for part in (~later, later): module.reshape_and_cache_flash(b.key, b.value, keys, values, b.slots.where(part, -1), *fp8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     "Equal, NaN counting as equal to itself"
+    a, b = (x.float() if x.dtype == torch.float8_e4m3fn else x for x in (a, b))
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
@@ -146,7 +156,8 @@ def check(module, case: Case, attention=None, pool_dtype=None, seed: int = 0) ->
     out = torch.full_like(b.q, UNTOUCHED)
     scale = case.head_dim ** -0.5
     (attention or module.unified_attention)(b.q, *b.pool.unbind(0), out, b.starts, max(case.query_lens), b.seq_lens, max(case.seq_lens), scale,
-                                            window_size=case.window, block_table=b.table, softcap=case.softcap)
+                                            window_size=case.window, block_table=b.table, softcap=case.softcap,
+                                            **(dict(zip(("k_scale", "v_scale"), case.scales)) if case.scales else {}))
     assert same_bits(b.pool, b.want_pool), f"{where}: reading changed the pool"
     want = expected(case, b, scale)
     assert torch.equal(out[b.starts[-1]:], torch.full_like(out[b.starts[-1]:], UNTOUCHED)), f"{where}: padding rows were written"

@@ -381,12 +381,12 @@ BAD_FILES = {"{": "can't be read", "[]": "not an object", "\x00": "can't be read
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
-def test_a_bad_generation_config_is_a_value_error_before_a_child_is_started(tiny_llama, tmp_path, text, monkeypatch):
+def test_a_bad_generation_config_is_a_value_error_before_a_core_is_built(tiny_llama, tmp_path, text, monkeypatch):
     "L3: and it names the file, or the field."
     for f in os.listdir(tiny_llama):
         if f != "generation_config.json": (tmp_path/f).symlink_to(os.path.join(tiny_llama, f))
     (tmp_path/"generation_config.json").write_text(text)
-    monkeypatch.setattr("litevllm.engine.llm_engine.EngineCoreClient.make_client", lambda *a, **kw: pytest.fail("a core was started"))
+    monkeypatch.setattr("litevllm.engine.core_client.SyncMPClient.configure", lambda *a, **kw: pytest.fail("a core was built"))
     with pytest.raises(ValueError, match=BAD_FILES[text]) as e: LLM(str(tmp_path))
     assert "generation_config.json" in str(e.value)
     (tmp_path/"generation_config.json").write_text('{"eos_token_id": null, "temperature": null, "pad_token_id": "odd"}')
@@ -412,7 +412,7 @@ def test_a_bad_tokenizer_config(tiny_llama, tmp_path, text, words):
 
 
 def test_models_that_are_none(tmp_path):
-    "A model of an architecture that litevllm can't read is refused by name, before a child is started."
+    "A model of an architecture that litevllm can't read is refused by name, before a core is built."
     for config, words in (({"model_type": "llama", "max_position_embeddings": 64}, "names no architecture"),
                           ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*max_position_embeddings")):
         (tmp_path/"config.json").write_text(json.dumps(config))

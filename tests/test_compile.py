@@ -6,7 +6,7 @@ import torch
 
 from litevllm.model.attention import Attention
 from litevllm.tiny import write_tiny_model
-from litevllm.worker.model_runner import has_cpp_compiler
+from litevllm.worker.compilation import has_cpp_compiler
 from worker_harness import Driver, make_worker
 
 BACKENDS = ["aot_eager", "inductor"]
@@ -95,8 +95,8 @@ def test_without_the_dummy_dependency_it_fails(paths, backend, monkeypatch):
 
 
 def test_no_compiler_falls_back_to_eager_with_one_line(paths, monkeypatch, capsys):
-    from litevllm.worker import model_runner
-    monkeypatch.setattr(model_runner, "has_cpp_compiler", lambda: False)
+    from litevllm.worker import compilation
+    monkeypatch.setattr(compilation, "has_cpp_compiler", lambda: False)
     worker = make_worker(paths["llama"], compile="inductor")
     assert worker.model_runner.forward is worker.model_runner.model
     assert capsys.readouterr().err.count("no C++ compiler found") == 1

@@ -94,7 +94,7 @@ ALLOWED = {     # room -> rooms below it that it may reach; a room may always us
     "core": set(),
     "engine": {"worker", "core", "model"},
 }
-BASE = {"config", "logger", "display", "sampling_params", "messages", "outputs", "hub", "logprobs", "inputs", "checks", "facts", "other_args"}   # plain data and helpers at the top
+BASE = {"config", "logger", "display", "sampling_params", "messages", "outputs", "hub", "logprobs", "inputs", "checks", "facts", "other_args", "compilation_config"}   # plain data and helpers at the top
 
 
 @pytest.mark.parametrize("below", ALLOWED)
@@ -124,6 +124,7 @@ def test_faces_are_imported_by_nothing():
         # the demo is a user of llm.py, which is put together from the two
         may = {"litevllm.demo": {"litevllm.llm"}, "litevllm.llm": {"litevllm.chat", "litevllm.stream"}}.get(name, set())
         assert not imports(path) & faces - may, f"{name} imports {imports(path) & faces - may}"
+        assert not {m for m in imports(path) if m.startswith("litevllm.bench")} or room(name) == "bench", f"{name} imports a benchmark"
         assert not {m for m in imports(path) if m.startswith(("litevllm.serve", "litevllm.observe"))} or room(name) in ("serve", "observe")
 
 

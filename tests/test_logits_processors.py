@@ -152,16 +152,20 @@ def batch_of(params, prompt=(1, 2, 3)):
     return rows, prepare_inputs(rows, plan)
 
 
+# on [n]: the chosen logit and what it says
+SMALL = {"zeros", "argmax", "unsqueeze", "gather", "select", "eq", "where", "scalar_tensor", "isfinite", "masked_fill_", "_to_copy", "abs", "ne", "mul"}
+
+
 def test_a_plain_batch_pays_nothing():
     "Greedy: one argmax, and nothing made for the device. Random: the calls that the filters and the race need, and no scatter or gather."
     rows, batch = batch_of([GREEDY] * 4)
     with Calls() as calls:
         metadata = make_sampling_metadata(rows, batch)
         Sampler()(torch.zeros(4, 9), metadata)
-    assert metadata.processors is None and metadata.all_greedy and calls.names == {"zeros": 1, "argmax": 1}
+    assert metadata.processors is None and metadata.all_greedy and calls.names["argmax"] == 1 and set(calls.names) <= SMALL
     rows, batch = batch_of([SamplingParams(seed=i) for i in range(4)])
     with Calls() as calls: Sampler()(torch.zeros(4, 9), make_sampling_metadata(rows, batch))
-    assert not set(calls.names) & {"index", "index_put_", "gather", "scatter_", "where", "masked_fill_", "sort", "topk"}, calls.names
+    assert not set(calls.names) & {"index", "index_put_", "scatter_", "sort", "topk", "sum", "cumsum"}, calls.names
 
 
 def test_the_number_of_calls_does_not_grow_with_the_rows():
@@ -205,10 +209,10 @@ def test_an_allow_list_covered_by_bans_leaves_nothing():
         for plain in (wish(), wish(temperature=1., seed=7), wish(temperature=1., seed=8, top_p=.5)):
             rows, batch = batch_of([plain, wish(**covered | kw), wish(allowed_token_ids=[3, 4])], prompt=(1, 2, 0))
             changed = logits.repeat(3, 1)
-            ids = Sampler()(changed, make_sampling_metadata(rows, batch))
-            assert changed[1, ids[1]] == -INF and ids[2] == 4
+            ids, failed = Sampler()(changed, make_sampling_metadata(rows, batch))
+            assert failed.tolist() == [0, 1, 0] and ids[2] == 4
             rows, batch = batch_of([plain])
-            assert ids[0] == Sampler()(logits.clone(), make_sampling_metadata(rows, batch))[0]
+            assert ids[0] == Sampler()(logits.clone(), make_sampling_metadata(rows, batch)).sampled_token_ids[0]
     assert left(wish(allowed_token_ids=[3, 4], stop_token_ids=[3, 4], min_tokens=1)) == []
     assert left(wish(allowed_token_ids=[3, 4, 4, 3], bad=[[3]])) == [4]
     assert left(wish(allowed_token_ids=list(range(9)))) == list(range(9))
@@ -220,10 +224,8 @@ def test_numbers_that_are_none_stay_visible(kw):
     logits = torch.tensor([[0., 1., 2., 3.], [0., float("nan"), 2., 3.], [0., 1., float("inf"), 3.]])
     for order in permutations(range(3)):
         rows, batch = batch_of([wish(seed=i, **kw) for i in range(3)])
-        changed = logits[list(order)]
-        ids = Sampler()(changed, make_sampling_metadata(rows, batch))
-        chosen = changed.gather(1, ids[:, None])[:, 0].tolist()
-        for row, which in enumerate(order): assert (which == 0) == bool(np.isfinite(chosen[row])) and chosen[row] != -INF, (order, chosen)
+        failed = Sampler()(logits[list(order)], make_sampling_metadata(rows, batch)).failed.tolist()
+        assert failed == [0 if which == 0 else 2 for which in order], order
 
 
 # ---- through the runner, with all that can happen to a row

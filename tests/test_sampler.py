@@ -24,7 +24,11 @@ def metadata_for(params, prompt_lens=None, device="cpu"):
     return make_sampling_metadata(rows, prepare_inputs(rows, plan), device)
 
 
-def choose(logits, params, **kw): return Sampler()(torch.as_tensor(logits, dtype=torch.float32).clone(), metadata_for(params, **kw)).tolist()
+def choose(logits, params, **kw):
+    return Sampler()(torch.as_tensor(logits, dtype=torch.float32).clone(), metadata_for(params, **kw)).sampled_token_ids.tolist()
+
+
+def race_of(n, keys): return SamplingMetadata(False, torch.ones(n), noise_keys=torch.from_numpy(keys))
 
 
 def filtered(logits, params): return filter_logits(torch.as_tensor(logits, dtype=torch.float32).clone(), metadata_for(params))
@@ -38,7 +42,7 @@ def kept(logits): return [row.isfinite().nonzero()[:, 0].tolist() for row in log
 def test_top_p_keeps_the_token_that_crosses():
     logits = torch.tensor([[.1, .2, .3, .4]]).log()
     for p, expected in ((.6, [2, 3]), (.4, [3]), (.39, [3]), (.01, [3]), (.71, [1, 2, 3]), (.95, [0, 1, 2, 3])):
-        assert kept(apply_top_p(logits.clone(), torch.tensor([[p]]))) == [expected], p
+        assert kept(apply_top_p(logits.clone(), torch.tensor([p]))) == [expected], p
 
 
 def test_top_k_keeps_all_ties():
@@ -68,7 +72,7 @@ def test_top_k_one_is_argmax():
 
 def test_min_p_after_temperature():
     logits = torch.tensor([[.5, .3, .15, .05]]).log()
-    assert kept(apply_min_p(logits.clone(), torch.tensor([[.31]]))) == [[0, 1]]
+    assert kept(apply_min_p(logits.clone(), torch.tensor([.31]))) == [[0, 1]]
     assert kept(filtered(logits, [SamplingParams(min_p=.31)])) == [[0, 1]]
     assert kept(filtered(logits, [SamplingParams(min_p=.31, temperature=2.)])) == [[0, 1, 2, 3]]   # p ratios: 1, .77, .55, .316
     assert kept(filtered(logits, [SamplingParams(min_p=.31, temperature=.5)])) == [[0, 1]]          # 1, .36, .09, .01
@@ -83,8 +87,8 @@ def test_top_k_comes_before_top_p():
 
 def test_top_p_ties_keep_a_fixed_number_and_the_lower_ids():
     for n in (1, 8, 9):
-        assert kept(apply_top_p(torch.zeros(n, 4), torch.full((n, 1), .5))) == [[0, 1]] * n
-        assert kept(apply_top_p(torch.tensor([[0., 1, 0, 0, 1]]).repeat(n, 1), torch.full((n, 1), .7))) == [[0, 1, 4]] * n   # .32 .32 .12 and two more .12
+        assert kept(apply_top_p(torch.zeros(n, 4), torch.full((n,), .5))) == [[0, 1]] * n
+        assert kept(apply_top_p(torch.tensor([[0., 1, 0, 0, 1]]).repeat(n, 1), torch.full((n,), .7))) == [[0, 1, 4]] * n   # .32 .32 .12 and two more .12
 
 
 def slow_filter(logits, p):
@@ -147,7 +151,7 @@ def test_min_tokens_masks_end_tokens_until_reached():
     batch = prepare_inputs(rows, plan)
     for position, expected in ((3, 4), (4, 4), (5, 3), (6, 3)):    # outputs 1 and 2 are below min_tokens
         batch.logits_positions = np.array([position, 1])
-        assert Sampler()(logits.repeat(2, 1), make_sampling_metadata(rows, batch)).tolist() == [expected, 3], position
+        assert Sampler()(logits.repeat(2, 1), make_sampling_metadata(rows, batch)).sampled_token_ids.tolist() == [expected, 3], position
 
 
 def test_min_tokens_with_nothing_to_mask():
@@ -192,8 +196,8 @@ def test_distribution(axis):
     probs = torch.tensor([.3, .2, .2, .1, .1, .05, .04, .01])
     seeds = np.arange(n, dtype=np.uint64) if axis == "seed" else np.full(n, 123, np.uint64)
     places = np.full(n, 77) if axis == "seed" else np.arange(n)
-    metadata = SamplingMetadata(False, None, torch.ones(n, 1), None, None, None, torch.from_numpy(noise_keys(seeds, places)), None)
-    sampled = Sampler()(probs.log().repeat(n, 1), metadata)
+    metadata = race_of(n, noise_keys(seeds, places))
+    sampled = Sampler()(probs.log().repeat(n, 1), metadata).sampled_token_ids
     assert chi_square(torch.bincount(sampled, minlength=8), probs) < 42
     pairs = torch.bincount(sampled[1:] * 8 + sampled[:-1], minlength=64)   # neighbours are independent: 63 degrees of freedom
     assert chi_square(pairs, (probs[:, None] * probs).flatten()) < 135
@@ -204,9 +208,9 @@ def test_distribution_after_filters():
     logits = torch.tensor([2., 1.5, 1., .5, 0., -3.])
     metadata = metadata_for([params])
     allowed = filter_logits(logits[None].clone(), metadata)[0]
-    metadata = SamplingMetadata(False, None, *(t.expand(n, *t.shape[1:]) for t in (metadata.temperature, metadata.min_p, metadata.top_k, metadata.top_p)),
-                                torch.from_numpy(noise_keys(np.arange(n, dtype=np.uint64), np.full(n, 5))), None)
-    counts = torch.bincount(Sampler()(logits.repeat(n, 1), metadata), minlength=6)
+    metadata = SamplingMetadata(False, *(t.expand(n) for t in (metadata.temperature, metadata.min_p, metadata.top_k, metadata.top_p)),
+                                torch.from_numpy(noise_keys(np.arange(n, dtype=np.uint64), np.full(n, 5))))
+    counts = torch.bincount(Sampler()(logits.repeat(n, 1), metadata).sampled_token_ids, minlength=6)
     expected = allowed.softmax(-1)
     assert kept(allowed[None]) == [[0, 1, 2]] and counts[3:].sum() == 0      # .35 .27 .21 .17 pass top_k
     assert chi_square(counts[:3], expected[:3]) < 30
@@ -225,9 +229,8 @@ def test_noise_over_a_vocabulary_is_exponential():
 def test_rare_tokens_come_as_often_as_they_should():
     "A token of probability 1e-4: the smallest noise values decide."
     n = 200_000
-    metadata = SamplingMetadata(False, None, torch.ones(n, 1), None, None, None,
-                                torch.from_numpy(noise_keys(np.arange(n, dtype=np.uint64), np.arange(n))), None)
-    hits = (Sampler()(torch.tensor([1 - 1e-4, 1e-4]).log().repeat(n, 1), metadata) == 1).sum().item()
+    metadata = race_of(n, noise_keys(np.arange(n, dtype=np.uint64), np.arange(n)))
+    hits = (Sampler()(torch.tensor([1 - 1e-4, 1e-4]).log().repeat(n, 1), metadata).sampled_token_ids == 1).sum().item()
     assert 2 <= hits <= 45, hits      # 20 expected
 
 
@@ -235,10 +238,10 @@ def test_a_single_candidate_always_wins():
     n = 100_000
     logits = torch.full((n, 3), -INF)
     logits[:, 2] = 0
-    metadata = SamplingMetadata(False, None, torch.ones(n, 1), None, None, None,
-                                torch.from_numpy(noise_keys(np.arange(n, dtype=np.uint64), np.arange(n))), None)
-    assert (Sampler()(logits, metadata) == 2).all()
+    metadata = race_of(n, noise_keys(np.arange(n, dtype=np.uint64), np.arange(n)))
+    assert (Sampler()(logits, metadata).sampled_token_ids == 2).all()
 
 
 def test_worst_case_metadata_runs():
-    assert Sampler()(torch.randn(3, 20), SamplingMetadata.worst_case(3, 20, "cpu")).shape == (3,)
+    out = Sampler()(torch.randn(3, 20), SamplingMetadata.worst_case(3, 20, "cpu"))
+    assert out.sampled_token_ids.shape == out.failed.shape == (3,) and out.sampled_token_ids.dtype == torch.int64 and out.failed.dtype == torch.int8

@@ -1,11 +1,11 @@
 """What Triton's interpreter lacks, for tests only. Import with TRITON_INTERPRET=1 set, before the kernels run.
 
-`install()` repairs bfloat16 (3.9.0 multiplies the raw bits in `tl.dot` and truncates where a GPU rounds) and puts every load and store under
-watch:
+`install()` repairs bfloat16 (3.9.0 multiplies the raw bits in `tl.dot` and truncates where a GPU rounds) and fp8 (its conversion loses a carry, 31.4
+becomes 16, and NaN), and puts every load and store under watch:
 
-- a bounds sanitizer: each unmasked lane must lie inside a tensor that was passed to the launch (`OutOfBounds`);
+- a bounds sanitizer: each unmasked lane must lie inside a tensor that was passed to the launch, or named to `reachable` (`OutOfBounds`);
 - a race detector: no two programs of a launch may store to one address (`WriteRace`);
-- a meter: bytes loaded and stored, programs run (`METER`);
+- a meter: bytes loaded and stored, programs run, bytes loaded by argument (`METER`);
 - `grid_order("reversed" | "shuffled")`: programs run in another order, as a GPU may run them.
 
 The interpreter cannot show races of a load with another program's store, nor anything about speed."""
@@ -16,13 +16,15 @@ import random
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before importing triton"
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-ORIGINAL = {name: getattr(Builder, name) for name in ("create_dot", "cast_impl", "create_masked_load", "create_masked_store", "set_grid_idx")}
+ORIGINAL = {name: getattr(Builder, name) for name in ("create_dot", "cast_impl", "create_masked_load", "create_masked_store", "set_grid_idx",
+                                                            "create_fp_to_fp")}
 RUN_GRID = interpreter.GridExecutor.__call__
-METER = dict(loaded=0, stored=0, programs=0)
+METER = dict(loaded=0, stored=0, programs=0, of={})
 
 
 class OutOfBounds(Exception): pass
@@ -34,6 +36,7 @@ class WriteRace(Exception): pass
 class Launch:
     "What is known of the launch that is running"
     regions: list = []  # (first byte, byte behind the last, argument name)
+    more: list = []  # the same, of memory that a kernel reaches through addresses in a table
     writers: dict = {}  # address -> program
     program = None
     order = "given"
@@ -59,9 +62,20 @@ def dot(self, a, b, *rest):
 
 def cast(self, src, to):
     pair = src.dtype.scalar, to.scalar
+    if tl.float8e4nv in pair and pair[0] != pair[1]:  # torch converts as hardware does; what is not float32 goes through it
+        if pair[0] == tl.float8e4nv:
+            wide = torch.from_numpy(np.ascontiguousarray(src.data)).view(torch.float8_e4m3fn).float().numpy()
+            return self.cast_impl(Handle(wide, tl.float32), to)
+        wide = np.ascontiguousarray(self.cast_impl(src, tl.float32).data)
+        return Handle(torch.from_numpy(wide).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), to.scalar)
     if pair == (tl.float32, tl.bfloat16): return Handle(narrow(src.data), to.scalar)
     if pair == (tl.bfloat16, tl.float32): return Handle(widen(src.data), to.scalar)
     return ORIGINAL["cast_impl"](self, src, to)
+
+
+def convert(self, src, to, rounding):
+    if tl.float8e4nv in (src.dtype.scalar, to.scalar): return cast(self, src, to)
+    return ORIGINAL["create_fp_to_fp"](self, src, to, rounding)
 
 
 # --- memory
@@ -71,7 +85,10 @@ def addresses(pointers, mask, what):
     size = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
     used = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].ravel()
     inside = np.zeros(used.shape, bool)
-    for low, high, _ in Launch.regions: inside |= (used >= low) & (used + size <= high)
+    for low, high, name in Launch.regions:
+        hits = (used >= low) & (used + size <= high)
+        if what == "load": METER["of"][name] = METER["of"].get(name, 0) + int(hits.sum()) * size
+        inside |= hits
     if not inside.all():
         bad = int(used[~inside][0])
         low, high, name = min(Launch.regions, key=lambda r: min(abs(bad - r[0]), abs(bad - r[1])))
@@ -118,7 +135,7 @@ def set_program(self, x, y, z):
 
 def run_grid(self, *args, **kwargs):
     named = dict(zip(self.arg_names, args)) | kwargs
-    Launch.regions = [extent(n, x) for n, x in named.items() if hasattr(x, "data_ptr")]
+    Launch.regions = [extent(n, x) for n, x in named.items() if hasattr(x, "data_ptr")] + Launch.more
     Launch.writers = {}
     try:
         return RUN_GRID(self, *args, **kwargs)
@@ -139,14 +156,23 @@ def grid_order(order: str):
 @contextlib.contextmanager
 def metered():
     "Count from zero inside the block; yields the counts"
-    METER.update(loaded=0, stored=0, programs=0)
+    METER.update(loaded=0, stored=0, programs=0, of={})
     yield METER
+
+
+@contextlib.contextmanager
+def reachable(*tensors):
+    "Launches inside the block may touch these tensors too, though they are not among the arguments"
+    Launch.more = [extent(f"tensor {i}", x) for i, x in enumerate(tensors)]
+    try: yield
+    finally: Launch.more = []
 
 
 def install(bf16: bool = True, watch: bool = True):
     "Patch the interpreter; `install(False, False)` takes everything back"
     for name, new in (("create_dot", dot), ("cast_impl", cast)): setattr(Builder, name, new if bf16 else ORIGINAL[name])
     for name in ("create_fp_ext", "create_fp_trunc"): setattr(Builder, name, lambda self, src, to: self.cast_impl(src, to))
+    Builder.create_fp_to_fp = convert if bf16 else ORIGINAL["create_fp_to_fp"]
     for name, new in (("create_masked_load", masked_load), ("create_masked_store", masked_store), ("set_grid_idx", set_program)):
         setattr(Builder, name, new if watch else ORIGINAL[name])
     interpreter.GridExecutor.__call__ = run_grid if watch else RUN_GRID

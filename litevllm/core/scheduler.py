@@ -27,6 +27,7 @@ class Step:
     new_block_ids: dict[str, list[int] | None] = field(default_factory=dict)     # whole tables for new and resumed ones
     spec_tokens: dict[str, list[int]] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
+    victims: list[Request] | None = None                                         # priority policy: who may have to give way, worst last
 
 # %% ../../nbs/02_scheduler.ipynb #6b80e3e8
 class RunningPass(SchedulerBase):
@@ -75,17 +76,19 @@ class RunningPass(SchedulerBase):
         "(blocks, victims taken out of this step's plan); blocks are None when the request itself had to go."
         num_unplanned = 0
         while True:
-            victim = self._choose_victim()
+            victim = self._choose_victim(step)
             num_unplanned += self._unplan(step, victim)
             self._preempt_request(step, victim)
             if victim is request: return None, num_unplanned
             new_blocks = self.kv_cache_manager.allocate_slots(request, num_new_tokens)
             if new_blocks is not None: return new_blocks, num_unplanned
 
-    def _choose_victim(self) -> Request:
-        "Out of running: the latest under FCFS, the worst (priority, arrival) under the priority policy."
+    def _choose_victim(self, step: Step) -> Request:
+        "Out of running: the latest under FCFS, the worst (priority, arrival) under the priority policy, of equals the first."
         if self.policy is SchedulingPolicy.FCFS: return self.running.pop()
-        victim = max(self.running, key=lambda r: (r.priority, r.arrival_time))
+        if step.victims is None: step.victims = sorted(reversed(self.running), key=lambda r: (r.priority, r.arrival_time))   # once a step
+        victim = step.victims.pop()
+        while victim.status != RequestStatus.RUNNING: victim = step.victims.pop()     # ended in this very step
         self.running.remove(victim)
         return victim
 

@@ -115,8 +115,11 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs | EngineArgs, usage_context=None) -> "AsyncLLM":
         "The same from the user's arguments. usage_context: accepted as vLLM does; the defaults here are the same for all."
-        return cls.from_vllm_config(engine_args.create_engine_config(), engine_args.disable_log_stats,
-                                    getattr(engine_args, "enable_log_requests", False))
+        engine = LLMEngine.start(AsyncMPClient(), engine_args)
+        try: return cls(engine, getattr(engine_args, "enable_log_requests", False))
+        except BaseException:
+            engine.close()
+            raise
 
     async def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str, *, prompt_text: str | None = None,
                        lora_request: None = None, tokenization_kwargs: dict[str, Any] | None = None, trace_headers: None = None, priority: int = 0,

@@ -7,7 +7,7 @@ __all__ = ['logger', 'UTILITY_METHODS', 'UniProcExecutor', 'call_utility', 'refu
            'engine_timeout', 'EngineCoreProc', 'watch_parent', 'make_socket', 'run_engine_core', 'run_until_told']
 
 # %% ../../nbs/01_ipc.ipynb #e1ef64b7
-import gc, importlib, os, queue, shutil, signal, sys, threading, time, traceback
+import contextlib, gc, importlib, os, queue, shutil, signal, sys, threading, time, traceback
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -32,10 +32,9 @@ class UniProcExecutor:
     "Runs plans on one worker that lives in this process (vllm/v1/executor/uniproc_executor.py)."
     def __init__(self, vllm_config: VllmConfig):
         from litevllm.worker.worker import Worker   # torch comes with it, so not before the child has said HELLO
-        self.vllm_config = vllm_config
-        overlap = vllm_config.scheduler_config.async_scheduling
+        self.vllm_config, overlap = vllm_config, vllm_config.scheduler_config.async_scheduling
         self.max_concurrent_batches = 2 if overlap else 1
-        self._thread = ThreadPoolExecutor(1, "Executor") if overlap else None
+        self._thread, self._output_thread = (ThreadPoolExecutor(1, name) if overlap else None for name in ("Executor", "ExecutorOutput"))
         self.worker = self._call(Worker, vllm_config).result()
         self._call(self.worker.init_device).result()
         self._call(self.worker.load_model).result()
@@ -57,14 +56,15 @@ class UniProcExecutor:
         return num_blocks
 
     def execute_model(self, plan: SchedulerOutput, non_block: bool = False) -> ModelRunnerOutput | Future:
-        "One forward pass and its samples; with `non_block` the future of that."
+        "One forward pass and its samples; with `non_block` the future of that, done when the samples are on the host."
         future = self._call(self.worker.execute_model, plan)
+        if self._output_thread and self.worker.is_async: future = self._output_thread.submit(lambda launched: launched.result().get_output(), future)
         return future if non_block else future.result()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None: return self._call(self.worker.take_draft_token_ids).result()
 
     def shutdown(self):
-        if self._thread: self._thread.shutdown(cancel_futures=True)
+        for thread in filter(None, (self._thread, self._output_thread)): thread.shutdown(cancel_futures=True)
 
 # %% ../../nbs/01_ipc.ipynb #4cce51ab
 UTILITY_METHODS = frozenset(["reset_prefix_cache", "get_request_counts", "make_stats"])
@@ -182,7 +182,9 @@ class EngineCore:
 
     def process_aborts_queue(self):
         "Ends the requests whose aborts came while a step was running."
-        while not self.aborts_queue.empty(): self.abort_requests(self.aborts_queue.get())
+        request_ids = []
+        while not self.aborts_queue.empty(): request_ids += self.aborts_queue.get()
+        if request_ids: self.abort_requests(request_ids)   # all at once: each call goes through all running requests
 
     def post_step(self, executed: bool):
         "Fetches the drafts proposed after a step (synchronous scheduling only)."
@@ -304,14 +306,18 @@ def make_socket(ctx: zmq.Context, kind: int, connect: str) -> zmq.Socket:
     return socket
 
 # %% ../../nbs/01_ipc.ipynb #03199072
-def run_engine_core(input_address: str, directory: str) -> int:
-    "The child program: HELLO, configuration, READY or FAILED, then the busy loop. Returns the exit code."
+def run_engine_core(input_address: str, directory: str, preload: str = "") -> int:
+    """The child program: HELLO, configuration, READY or FAILED, then the busy loop. Returns the exit code.
+
+    preload: a module to import while the configuration is still being made; if that fails, the executor's own import says why."""
     set_process_name("EngineCore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C is the front process's to handle
     watch_parent(directory)
     ctx = zmq.Context()
     input_socket = make_socket(ctx, zmq.DEALER, input_address)
     input_socket.send(b"HELLO")
+    if preload:
+        with contextlib.suppress(Exception): importlib.import_module(preload)
     init = msgspec.msgpack.decode(input_socket.recv(), type=EngineHandshakeMetadata)
     output_socket = make_socket(ctx, zmq.PUSH, init.output_address)
     module, _, name = init.executor.partition(":")

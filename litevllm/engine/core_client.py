@@ -28,11 +28,21 @@ class EngineCoreClient:
     ready: EngineCoreReadyResponse
 
     @staticmethod
-    def make_client(vllm_config: VllmConfig, log_stats: bool = False,
+    def make_client(vllm_config: VllmConfig | None = None, log_stats: bool = False,
                     executor_class: type = UniProcExecutor) -> "EngineCoreClient":
-        "Starts an engine core: in a child process, or here where LITEVLLM_ENABLE_MULTIPROCESSING=0."
+        """Starts an engine core: in a child process, or here where LITEVLLM_ENABLE_MULTIPROCESSING=0.
+
+        vllm_config None: ★ only the child, which imports what it will need until `configure` is called, and then `wait_until_ready`."""
         in_process = os.environ.get("LITEVLLM_ENABLE_MULTIPROCESSING", "1") == "0"
         return (InprocClient if in_process else SyncMPClient)(vllm_config, log_stats, executor_class)
+
+    def configure(self, vllm_config: VllmConfig, log_stats: bool = False, executor_class: type = UniProcExecutor):
+        "Tells a core that waits for it what to become, and does not wait until it is."
+        raise NotImplementedError
+
+    def wait_until_ready(self):
+        "Waits for a configured core, and sets `ready`. RuntimeError, with the core's own reason, if it can't be built."
+        raise NotImplementedError
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         """The next outputs; waits for them, but not beyond the engine's death (EngineDeadError).
@@ -133,14 +143,26 @@ class BackgroundResources:
 
     def start(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type) -> EngineCoreReadyResponse:
         "Starts the child and shakes hands with it. RuntimeError, with the child's own reason, if that fails."
-        deadline, self.timeout = time.monotonic() + float(os.environ.get("LITEVLLM_STARTUP_TIMEOUT", 600)), engine_timeout()
-        self.child = ChildProcess()
-        self.child.start([self.input_address, self.directory])
-        self.identity, hello = self._await(self.input_socket, deadline)
+        self.start_child()
+        self.configure(vllm_config, log_stats, executor_class)
+        return self.wait_until_ready()
+
+    def start_child(self, preload: str = ""):
+        "The process alone. preload: a module that it imports while it waits for its configuration."
+        self.timeout, self.child = engine_timeout(), ChildProcess()
+        self.child.start([self.input_address, self.directory, preload])
+
+    def configure(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type):
+        "The first half of the handshake: HELLO, and what the child is to become."
+        self.deadline = time.monotonic() + float(os.environ.get("LITEVLLM_STARTUP_TIMEOUT", 600))
+        self.identity, hello = self._await(self.input_socket, self.deadline)
         init = EngineHandshakeMetadata(vllm_config.to_bytes(), self.output_address, log_stats,
                                        f"{executor_class.__module__}:{executor_class.__name__}")
         self.input_socket.send_multipart([self.identity, msgspec.msgpack.encode(init)])
-        status, payload = self._await(self.output_socket, deadline)
+
+    def wait_until_ready(self) -> EngineCoreReadyResponse:
+        "The second half: READY, and from then on the I/O thread has the sockets."
+        status, payload = self._await(self.output_socket, self.deadline)
         if status == b"FAILED":
             failure = msgspec.msgpack.decode(payload, type=EngineCoreFailure)
             raise RuntimeError(f"The engine core failed to start: {failure.type}: {failure.message}")
@@ -242,14 +264,21 @@ class BackgroundResources:
 # %% ../../nbs/01b_core_client.ipynb #5834d924
 class SyncMPClient(EngineCoreClient):
     "The engine core in a child process. May be used by several threads (vllm/v1/engine/core_client.py)."
-    def __init__(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type):
+    def __init__(self, vllm_config: VllmConfig | None = None, log_stats: bool = False, executor_class: type = UniProcExecutor):
         self.resources = BackgroundResources()
         self._finalizer = weakref.finalize(self, self.resources.close)   # runs when the client is collected, or at exit
         self._call_ids = itertools.count()
-        try: self.ready = self.resources.start(vllm_config, log_stats, executor_class)
+        try:
+            if vllm_config is not None: self.ready = self.resources.start(vllm_config, log_stats, executor_class)
+            else: self.resources.start_child(preload="litevllm.worker.worker")   # which brings torch
         except BaseException:
             self._finalizer()
             raise
+
+    def configure(self, vllm_config: VllmConfig, log_stats: bool = False, executor_class: type = UniProcExecutor):
+        self.resources.configure(vllm_config, log_stats, executor_class)
+
+    def wait_until_ready(self): self.ready = self.resources.wait_until_ready()
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         r = self.resources
@@ -303,14 +332,22 @@ class InprocClient(EngineCoreClient):
     """The engine core in this process (vllm/v1/engine/core_client.py): `get_output` drives `EngineCore.step`.
 
     The core has a thread of its own, which does one thing at a time: Ctrl-C interrupts who waits for a step, never the step."""
-    def __init__(self, vllm_config: VllmConfig, log_stats: bool, executor_class: type):
-        self._thread = ThreadPoolExecutor(1, "EngineCore")
-        try: self.engine_core = self._thread.submit(EngineCore, vllm_config, log_stats, executor_class).result()
+    def __init__(self, vllm_config: VllmConfig | None = None, log_stats: bool = False, executor_class: type = UniProcExecutor):
+        self._thread, self._outputs, self._step, self._dead_reason = ThreadPoolExecutor(1, "EngineCore"), deque(), None, None
+        self._finalizer = weakref.finalize(self, self._thread.shutdown)
+        if vllm_config is None: return
+        self.configure(vllm_config, log_stats, executor_class)
+        try: self.wait_until_ready()
         except BaseException:
-            self._thread.shutdown()
+            self.shutdown()
             raise
+
+    def configure(self, *config): self._config = config   # built later: what the caller does meanwhile would be in its way here
+
+    def wait_until_ready(self):
+        self.engine_core = self._thread.submit(EngineCore, *self._config).result()
         self.ready = self.engine_core.ready
-        self._outputs, self._step, self._dead_reason = deque(), None, None
+        self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _close_in_process, self._thread, self.engine_core)
 
     def _call(self, f, *args):

@@ -33,7 +33,7 @@ class LLMEngine:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig, disable_log_stats: bool = True) -> "LLMEngine":
-        "Tokenizer, core and the two processors. Whatever start-up raises, no child is left behind."
+        "From a configuration that is made: tokenizer, core and the two processors. Whatever start-up raises, no child is left behind."
         tokenizer = get_tokenizer(vllm_config.model_config)
         engine_core = EngineCoreClient.make_client(vllm_config, not disable_log_stats)
         try: return cls(vllm_config, engine_core, tokenizer)
@@ -44,7 +44,20 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context=None) -> "LLMEngine":
         "The same from the user's arguments. usage_context: accepted as vLLM does; all defaults here are those of the LLM class."
-        return cls.from_vllm_config(engine_args.create_engine_config(), engine_args.disable_log_stats)
+        return cls.start(EngineCoreClient.make_client(), engine_args)
+
+    @classmethod
+    def start(cls, engine_core: EngineCoreClient, engine_args: EngineArgs) -> "LLMEngine":
+        "★ Around a core that waits for its configuration: it imports while that is made, and loads the model while the tokenizer is loaded here."
+        try:
+            vllm_config = engine_args.create_engine_config()
+            engine_core.configure(vllm_config, not engine_args.disable_log_stats)
+            tokenizer = get_tokenizer(vllm_config.model_config)
+            engine_core.wait_until_ready()
+            return cls(vllm_config, engine_core, tokenizer)
+        except BaseException:
+            engine_core.shutdown()
+            raise
 
     def add_request(self, request_id: str, prompt, params: SamplingParams | None = None, arrival_time: float | None = None,
                     priority: int = 0, prompt_text: str | None = None, tokenization_kwargs: dict[str, Any] | None = None, queue: Any = None) -> str:

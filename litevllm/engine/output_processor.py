@@ -83,7 +83,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}   # by internal id, while a child is unfinished
-        self.external_req_ids: dict[str, list[str]] = {}      # the caller's id -> internal ids of states; children have their parent's
+        self.external_req_ids: dict[str, dict[str, None]] = {}      # the caller's id -> internal ids of states; children have their parent's
         self._token_texts: TokenTexts | None = None           # made for the first request that asks for logprobs
 
     def get_num_unfinished_requests(self) -> int: return len(self.request_states)
@@ -104,7 +104,7 @@ class OutputProcessor:
         if parent_req is not None:
             self.parent_requests[parent_req.request_id] = parent_req
             if request_index == 0: parent_req.logprobs_processor = state.logprobs_processor
-        self.external_req_ids.setdefault(state.external_req_id, []).append(rid)
+        self.external_req_ids.setdefault(state.external_req_id, {})[rid] = None
         self.request_states[rid] = state
 
     def _logprobs_processor(self, request: EngineCoreRequest) -> LogprobsProcessor | None:
@@ -116,9 +116,9 @@ class OutputProcessor:
         "Drop the state of an internal id from all tables, without an output. Its own entry goes last: after Ctrl-C it can be repeated."
         state = self.request_states.get(request_id)
         if state is None: return False
-        same = [rid for rid in self.external_req_ids.get(state.external_req_id, ()) if rid != request_id]
-        if same: self.external_req_ids[state.external_req_id] = same
-        else: self.external_req_ids.pop(state.external_req_id, None)
+        same = self.external_req_ids.get(state.external_req_id, {})
+        same.pop(request_id, None)
+        if not same: self.external_req_ids.pop(state.external_req_id, None)
         if state.parent_req is not None:
             state.parent_req.child_requests.discard(request_id)
             if not state.parent_req.child_requests: self.parent_requests.pop(state.parent_req.request_id, None)

@@ -4,17 +4,19 @@
 
 # %% ../../nbs/04a_attention.ipynb #41e3e9e9
 from __future__ import annotations
-import importlib, os
+import importlib, math, os
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..facts import KV_CACHE_DTYPES
 from .forward_context import get_forward_context
 
 # %% auto #0
-__all__ = ['BACKENDS', 'AttentionMetadata', 'AttentionBackend', 'get_attn_backend', 'AttentionImpl', 'Attention',
-           'get_attention_context', 'unified_kv_cache_update', 'unified_attention_with_output']
+__all__ = ['BACKENDS', 'SCALES', 'AttentionMetadata', 'AttentionBackend', 'get_attn_backend', 'AttentionImpl', 'Attention',
+           'load_kv_scale', 'get_attention_context', 'unified_kv_cache_update', 'unified_rope_kv_cache_update',
+           'unified_attention_with_output']
 
 # %% ../../nbs/04a_attention.ipynb #5c734f4d
 @dataclass
@@ -38,23 +40,30 @@ class AttentionBackend:
     module: str                              # imported when the backend is chosen, not before
     devices: tuple[str, ...]
     cache_dtype: torch.dtype | None = None   # of the KV cache, where it is not the model's
+    ops: str | None = None                   # module of the fused small operations that go with it
+    supported_kv_cache_dtypes: tuple[str, ...] = ("auto",)
 
     @property
     def kernels(self): return importlib.import_module(self.module)
+
+    @property
+    def fused_ops(self): return importlib.import_module(self.ops) if self.ops else None
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         "Of one layer: keys and values, each [num_blocks, block_size, num_kv_heads, head_size]."
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
-    def kv_cache_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        "What one element of the cache is stored as, for a model computing in `model_dtype`."
-        return self.cache_dtype or model_dtype
+    def kv_cache_dtype(self, model_dtype: torch.dtype, cache_dtype: str = "auto") -> torch.dtype:
+        "What one element of the cache is stored as: the user's `cache_dtype`, for a model computing in `model_dtype`; ValueError where it can't be."
+        if cache_dtype not in self.supported_kv_cache_dtypes:
+            raise ValueError(f"attention backend {self.name} stores kv_cache_dtype {' or '.join(self.supported_kv_cache_dtypes)}, not {cache_dtype!r}")
+        return torch.float8_e4m3fn if cache_dtype != "auto" else self.cache_dtype or model_dtype
 
 # %% ../../nbs/04a_attention.ipynb #af4c2131
 BACKENDS = {b.name: b for b in (
-    AttentionBackend("TRITON_ATTN", "litevllm.kernels.paged_attention", ("cuda", "cpu")),
-    AttentionBackend("CPU_ATTN", "litevllm.kernels.cpu_attention", ("cpu",), torch.float32),
+    AttentionBackend("TRITON_ATTN", "litevllm.kernels.paged_attention", ("cuda", "cpu"), None, "litevllm.kernels.fused", KV_CACHE_DTYPES),
+    AttentionBackend("CPU_ATTN", "litevllm.kernels.cpu_attention", ("cpu",), torch.float32, "litevllm.kernels.cpu_ops"),
     AttentionBackend("TORCH_REF", "litevllm.kernels.reference", ("cuda", "cpu")))}
 
 def get_attn_backend(name: str | None, device: str | torch.device) -> AttentionBackend:
@@ -73,22 +82,29 @@ def get_attn_backend(name: str | None, device: str | torch.device) -> AttentionB
 class AttentionImpl:
     "One layer's calls into its backend's kernels (vllm/v1/attention/backends/triton_attn.py)."
 
-    def __init__(self, backend: AttentionBackend, scale: float, sliding_window: int | None, logits_soft_cap: float | None):
-        self.kernels, self.scale = backend.kernels, scale
+    def __init__(self, backend: AttentionBackend, scale: float, sliding_window: int | None, logits_soft_cap: float | None, kv_cache_dtype: str = "auto"):
+        self.backend, self.kernels, self.scale, self.kv_cache_dtype = backend, backend.kernels, scale, kv_cache_dtype
         self.window_size, self.softcap = sliding_window or 0, logits_soft_cap or 0.0   # the kernels' word for "none" is 0
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         "Write row i of key and value, each [num_tokens, num_kv_heads, head_size], to slot_mapping[i] of the cache."
         key_cache, value_cache = kv_cache.unbind(0)
-        self.kernels.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping)
+        self.kernels.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, self.kv_cache_dtype, layer.k_scale, layer.v_scale)
+
+    def do_rope_and_kv_cache_update(self, layer, positions, query, key, value, cos_sin_cache, kv_cache, slot_mapping) -> None:
+        "The same with keys that still have to be rotated, and query [num_tokens, num_heads * head_size] rotated in place, in one kernel."
+        key_cache, value_cache = kv_cache.unbind(0)
+        self.backend.fused_ops.rope_and_cache(positions, query, key, value, layer.head_size, cos_sin_cache, key_cache, value_cache, slot_mapping,
+                                              self.kv_cache_dtype, layer.k_scale, layer.v_scale)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output) -> None:
         "Attention of the packed queries over the cached keys and values, into output; both [num_tokens, num_heads, head_size]."
         m, (key_cache, value_cache) = attn_metadata, kv_cache.unbind(0)
+        scales = {} if self.kv_cache_dtype == "auto" else dict(k_scale=layer.k_scale, v_scale=layer.v_scale)
         self.kernels.unified_attention(
             query, key_cache, value_cache, output, cu_seqlens_q=m.query_start_loc, max_seqlen_q=m.max_query_len,
             seqused_k=m.seq_lens, max_seqlen_k=m.max_seq_len, softmax_scale=self.scale, window_size=self.window_size,
-            block_table=m.block_table, softcap=self.softcap)
+            block_table=m.block_table, softcap=self.softcap, **scales)
         output[m.num_actual_tokens:].zero_()   # padding rows: whatever was in this memory must not travel on
 
 # %% ../../nbs/04a_attention.ipynb #21e0d05b
@@ -106,19 +122,27 @@ class Attention(nn.Module):
         self.num_heads, self.head_size, self.num_kv_heads, self.layer_name = num_heads, head_size, num_kv_heads, prefix
         self.sliding_window = sliding_window
         self.backend = get_attn_backend(vllm_config.attention_config.backend, vllm_config.device_config.device)
-        self.impl = AttentionImpl(self.backend, scale, sliding_window, logits_soft_cap)
+        self.kv_cache_dtype = vllm_config.cache_config.cache_dtype
+        self.kv_cache_torch_dtype = self.backend.kv_cache_dtype(torch.get_default_dtype(), self.kv_cache_dtype)   # the model's dtype, while it is built
+        self.k_scale = self.v_scale = 1.0   # of an 8-bit cache, unless the checkpoint says otherwise
+        self.impl = AttentionImpl(self.backend, scale, sliding_window, logits_soft_cap, self.kv_cache_dtype)
         self.kv_cache = torch.empty(0)   # the worker puts its share of the pool here
         layers = vllm_config.compilation_config.static_forward_context
         if prefix in layers: raise ValueError(f"duplicate layer name: {prefix}")
         layers[prefix] = self
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        "query [num_tokens, num_heads * head_size], key and value [num_tokens, num_kv_heads * head_size] -> like query."
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None = None,
+                cos_sin_cache: torch.Tensor | None = None) -> torch.Tensor:
+        """query [num_tokens, num_heads * head_size], key and value [num_tokens, num_kv_heads * head_size] -> like query.
+
+        With cos_sin_cache [max_position, head_size] and positions int64 [num_tokens]: rotates query in place and stores rotated keys."""
+        if cos_sin_cache is not None:
+            dep = torch.ops.litevllm.unified_rope_kv_cache_update(positions, query, key, value, cos_sin_cache, self.layer_name)
         query = query.view(-1, self.num_heads, self.head_size)
         key = key.view(-1, self.num_kv_heads, self.head_size)
         value = value.view(-1, self.num_kv_heads, self.head_size)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        dep = torch.ops.litevllm.unified_kv_cache_update(key, value, self.layer_name)
+        if cos_sin_cache is None: dep = torch.ops.litevllm.unified_kv_cache_update(key, value, self.layer_name)
         torch.ops.litevllm.unified_attention_with_output(query, key, value, output, self.layer_name, kv_cache_dummy_dep=dep)
         return output.view(-1, self.num_heads * self.head_size)
 
@@ -126,6 +150,25 @@ class Attention(nn.Module):
         window = f", sliding_window={self.sliding_window}" if self.sliding_window else ""
         return (f"{self.layer_name}: num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
                 f"head_size={self.head_size}, backend={self.backend.name}{window}")
+
+# %% ../../nbs/04a_attention.ipynb #a132a19d
+SCALES = {".k_scale": ("k_scale",), ".v_scale": ("v_scale",), ".kv_scale": ("k_scale", "v_scale")}   # what a name ends with: the layer's scales it is
+
+def load_kv_scale(model: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    """Whether the checkpoint's `name` is a scale of an attention layer, whose float it becomes (vllm: maybe_remap_kv_scale_name).
+
+    ValueError, with the name, for anything but one positive number, or a layer that is not there."""
+    ending = next((e for e in SCALES if name.endswith(e)), None)
+    if ending is None: return False
+    owner = name.removesuffix(ending)
+    for projection in (".k_proj", ".v_proj", ".qkv_proj", ".attn"): owner = owner.removesuffix(projection)
+    layer = next((m for m in model.modules() if isinstance(m, Attention) and m.layer_name.removesuffix(".attn") == owner), None)
+    if layer is None: raise ValueError(f"{name} in the checkpoint belongs to no attention layer of the model")
+    scale = float(tensor) if tensor.numel() == 1 else 0.0
+    if not 0 < scale < math.inf: raise ValueError(f"{name} must be one positive number, got {tensor.tolist()} of shape {list(tensor.shape)}")
+    if layer.kv_cache_dtype != "auto":
+        for attribute in SCALES[ending]: setattr(layer, attribute, scale)
+    return True
 
 # %% ../../nbs/04a_attention.ipynb #efc2eae8
 def get_attention_context(layer_name: str):
@@ -142,6 +185,13 @@ def unified_kv_cache_update(key: torch.Tensor, value: torch.Tensor, layer_name: 
     if slot_mapping is not None: layer.impl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
     return key.new_empty(0)
 
+def unified_rope_kv_cache_update(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                                 cos_sin_cache: torch.Tensor, layer_name: str) -> torch.Tensor:
+    "Rotate query in place, store rotated keys and values; returns an empty tensor. Does nothing where there is no cache to write to."
+    _, layer, kv_cache, slot_mapping = get_attention_context(layer_name)
+    if slot_mapping is not None: layer.impl.do_rope_and_kv_cache_update(layer, positions, query, key, value, cos_sin_cache, kv_cache, slot_mapping)
+    return key.new_empty(0)
+
 def unified_attention_with_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
                                   layer_name: str, kv_cache_dummy_dep: torch.Tensor | None = None) -> None:
     "Attention of the named layer, written to output; without metadata (profiling, warm-up) output is zero."
@@ -152,10 +202,13 @@ def unified_attention_with_output(query: torch.Tensor, key: torch.Tensor, value:
 # %% ../../nbs/04a_attention.ipynb #2f994efd
 _lib = torch.library.Library("litevllm", "FRAGMENT")
 _lib.define("unified_kv_cache_update(Tensor key, Tensor value, str layer_name) -> Tensor")
+_lib.define("unified_rope_kv_cache_update(Tensor positions, Tensor(a!) query, Tensor key, Tensor value, Tensor cos_sin_cache, str layer_name) -> Tensor")
 _lib.define("unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor(a!) output, str layer_name, "
             "Tensor? kv_cache_dummy_dep=None) -> ()")
 for _device in ("CPU", "CUDA"):
     _lib.impl("unified_kv_cache_update", unified_kv_cache_update, _device)
+    _lib.impl("unified_rope_kv_cache_update", unified_rope_kv_cache_update, _device)
     _lib.impl("unified_attention_with_output", unified_attention_with_output, _device)
 _lib._register_fake("unified_kv_cache_update", lambda key, value, layer_name: key.new_empty(0))
+_lib._register_fake("unified_rope_kv_cache_update", lambda positions, query, key, value, cos_sin_cache, layer_name: key.new_empty(0))
 _lib._register_fake("unified_attention_with_output", lambda *args, **kwargs: None)

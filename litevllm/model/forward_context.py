@@ -7,23 +7,39 @@ from __future__ import annotations
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from ..compilation_config import CUDAGraphMode
 from ..display import html_table
 
 # %% auto #0
-__all__ = ['ForwardContext', 'get_forward_context', 'set_forward_context']
+__all__ = ['BatchDescriptor', 'ForwardContext', 'get_forward_context', 'set_forward_context']
 
 # %% ../../nbs/04_forward_context.ipynb #003233f2
+class BatchDescriptor(NamedTuple):
+    "What a CUDA graph is recorded for and found by (vllm/forward_context.py)."
+    num_tokens: int               # padding included
+    num_reqs: int | None = None   # None: any number, as in a graph in pieces, of which attention is no part
+    uniform: bool = False         # every request has the same number of tokens
+
+# %% ../../nbs/04_forward_context.ipynb #c6f4bff7
 @dataclass
 class ForwardContext:
     """What a forward pass needs beside `input_ids` and `positions`, by layer name (vllm/forward_context.py).
 
     no_compile_layers: layer name -> the `Attention` module of that name, which holds its KV cache.
     attn_metadata: layer name -> `AttentionMetadata` of this step; None in profiling and warm-up runs.
-    slot_mapping: layer name -> int64 [num_tokens], where each token's key and value go; empty without metadata."""
+    slot_mapping: layer name -> int64 [num_tokens], where each token's key and value go; empty without metadata.
+    cudagraph_runtime_mode: FULL, PIECEWISE or NONE; ValueError for another. batch_descriptor: of this pass, if it is not NONE."""
     no_compile_layers: dict[str, object]
     attn_metadata: dict[str, object] | None = None
     slot_mapping: dict[str, object] = field(default_factory=dict)
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    batch_descriptor: BatchDescriptor | None = None
+
+    def __post_init__(self):
+        mode = self.cudagraph_runtime_mode
+        if not mode.is_valid_runtime_mode(): raise ValueError(f"cudagraph_runtime_mode must be NONE, PIECEWISE or FULL for one forward pass, got {mode}")
 
     def _repr_html_(self) -> str:
         def listed(t): return "" if t is None else str(t.tolist())
@@ -46,12 +62,13 @@ def get_forward_context() -> ForwardContext:
 
 # %% ../../nbs/04_forward_context.ipynb #38e58c8f
 @contextmanager
-def set_forward_context(attn_metadata, vllm_config, *, slot_mapping=None):
+def set_forward_context(attn_metadata, vllm_config, *, slot_mapping=None, cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None):
     """Scope of one forward pass; the previous context comes back at the end, also after an exception.
 
     attn_metadata: dict by layer name, or None for a run without requests. slot_mapping: dict by layer name; left out, it
-    is taken from the metadata."""
+    is taken from the metadata. cudagraph_runtime_mode, batch_descriptor: as in `ForwardContext`."""
     if slot_mapping is None: slot_mapping = {name: m.slot_mapping for name, m in (attn_metadata or {}).items()}
-    token = _forward_context.set(ForwardContext(vllm_config.compilation_config.static_forward_context, attn_metadata, slot_mapping))
+    layers = vllm_config.compilation_config.static_forward_context
+    token = _forward_context.set(ForwardContext(layers, attn_metadata, slot_mapping, cudagraph_runtime_mode, batch_descriptor))
     try: yield
     finally: _forward_context.reset(token)

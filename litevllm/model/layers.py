@@ -5,55 +5,91 @@
 # %% ../../nbs/04b_layers.ipynb #08f08bb3
 from __future__ import annotations
 import math
+from types import ModuleType
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .attention import get_attn_backend
+
 # %% auto #0
-__all__ = ['ROPE_TYPES', 'RMSNorm', 'Linear', 'MergedLinear', 'SiluAndMul', 'VocabEmbedding', 'rope_parameters', 'cos_sin_table',
-           'RotaryEmbedding']
+__all__ = ['ROPE_TYPES', 'get_ops', 'RMSNorm', 'Linear', 'MergedLinear', 'SiluAndMul', 'VocabEmbedding', 'rope_parameters',
+           'cos_sin_table', 'RotaryEmbedding']
+
+# %% ../../nbs/04b_layers.ipynb #4783f142
+def get_ops(vllm_config) -> ModuleType | None:
+    """The module of fused operations that this configuration's layers call, or None for plain torch, which inductor fuses.
+
+    It has `rms_norm`, `fused_add_rms_norm`, `silu_and_mul`, `rope_and_cache`, and may have `make_linear`."""
+    backend = get_attn_backend(vllm_config.attention_config.backend, vllm_config.device_config.device)
+    if vllm_config.compilation_config.mode == "compile": return None
+    if backend.name == "CPU_ATTN" and vllm_config.model_config.dtype != "float32": return None   # no CPU instruction here multiplies 16-bit numbers
+    try: return backend.fused_ops
+    except ModuleNotFoundError: return None   # TEMPORARY until kernels/fused.py exists
 
 # %% ../../nbs/04b_layers.ipynb #2bba75a7
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in float32 inside (vllm/model_executor/layers/layernorm.py).
 
-    With `residual`, adds x to it first, in place, and returns (normed sum, sum)."""
+    With `residual`, adds x to it first, in place, and returns (normed sum, sum). ops: as `get_ops` returns it; the normed sum then takes x's memory."""
 
-    def __init__(self, hidden_size: int, eps: float):
+    def __init__(self, hidden_size: int, eps: float, ops: ModuleType | None = None):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(hidden_size)), eps
+        self.weight, self.eps, self.ops = nn.Parameter(torch.empty(hidden_size)), eps, ops
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        if self.ops is None: return self.forward_native(x, residual)
+        if residual is None: return self.ops.rms_norm(x, self.weight, self.eps)
+        self.ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+        return x, residual
+
+    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        "The same in torch's own operations."
         if residual is None: return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         residual = residual.add_(x)
         return F.rms_norm(residual, self.weight.shape, self.weight, self.eps), residual
 
 # %% ../../nbs/04b_layers.ipynb #3077141d
 class Linear(nn.Module):
-    "y = x W^T + b. Unlike nn.Linear it does not spend time on random weights that the checkpoint replaces."
+    "y = x W^T + b. Unlike nn.Linear it does not spend time on random weights that the checkpoint replaces. ops: as `get_ops` returns it."
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, ops: ModuleType | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size))
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+        self.ops, self.kernel = ops, None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor: return F.linear(x, self.weight, self.bias)
+    def process_weights_after_loading(self):
+        "Let the operations arrange the weights once, as their matrix product wants them (vllm/model_executor/layers/linear.py)."
+        make = getattr(self.ops, "make_linear", None)
+        if make is not None: self.kernel = make(self.weight, self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias) if self.kernel is None else self.kernel(x)
 
     def extra_repr(self): return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}"
 
 class MergedLinear(Linear):
     "Several projections of one input as one matrix product; outputs side by side, `output_sizes` wide (vllm: linear.py)."
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
-        super().__init__(input_size, sum(output_sizes), bias)
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, ops: ModuleType | None = None):
+        super().__init__(input_size, sum(output_sizes), bias, ops)
         self.output_sizes = output_sizes
 
 # %% ../../nbs/04b_layers.ipynb #c86b627a
 class SiluAndMul(nn.Module):
     "silu(first half) * second half, of the last dimension (vllm/model_executor/layers/activation.py)."
 
+    def __init__(self, ops: ModuleType | None = None):
+        super().__init__()
+        self.ops = ops
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_native(x) if self.ops is None else self.ops.silu_and_mul(x)
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        "The same in torch's own operations."
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -131,14 +167,13 @@ def rope_parameters(config) -> dict:
 
 # %% ../../nbs/04b_layers.ipynb #b9da4309
 def cos_sin_table(rope: dict, head_size: int, max_position: int, length: int) -> torch.Tensor:
-    """[length, 2 * head_size] float32: row p holds the cosines for position p, then the sines, the first half of them negated.
+    """[length, head_size] float32: row p holds the cosines of the pairs' angles at position p, then the sines (vLLM's layout).
 
     max_position: what the model was trained for (config.max_position_embeddings). length: rows wanted."""
     if rope["rope_type"] == "dynamic": angles = _dynamic_angles(rope, head_size, max_position, length)
     else: angles = torch.arange(length, dtype=torch.float)[:, None] * ROPE_TYPES[rope["rope_type"]](rope, head_size, max_position)
     scale = _yarn_scale(rope, max_position) if rope["rope_type"] == "yarn" else 1.0
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat([cos, cos, -sin, sin], dim=-1)
+    return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
 
 # %% ../../nbs/04b_layers.ipynb #b018dd62
 class RotaryEmbedding(nn.Module):
@@ -161,6 +196,5 @@ class RotaryEmbedding(nn.Module):
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
 
     def _rotate(self, x, cos, sin):
-        heads = x.view(x.shape[0], -1, self.head_size)
-        swapped = heads.roll(self.head_size // 2, dims=-1)   # (second half, first half)
-        return swapped.mul_(sin).add_(heads * cos).view(x.shape)
+        left, right = x.view(x.shape[0], -1, self.head_size).chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).view(x.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .attention import Attention
-from .layers import Linear, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul, VocabEmbedding
+from .layers import Linear, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul, VocabEmbedding, get_ops
 
 # %% auto #0
 __all__ = ['LlamaAttention', 'LlamaMLP', 'LlamaDecoderLayer', 'LlamaModel', 'LlamaForCausalLM']
@@ -36,19 +36,20 @@ class LlamaAttention(nn.Module):
         super().__init__()
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, rotary_emb.head_size
         self.sizes = [heads * size, kv_heads * size, kv_heads * size]
-        bias = _bias(config)
-        self.qkv_proj = MergedLinear(config.hidden_size, self.sizes, bias["qkv"])
-        self.o_proj = Linear(heads * size, config.hidden_size, bias["o"])
+        bias, ops = _bias(config), get_ops(vllm_config)
+        self.qkv_proj = MergedLinear(config.hidden_size, self.sizes, bias["qkv"], ops)
+        self.o_proj = Linear(heads * size, config.hidden_size, bias["o"], ops)
         has_norm = config.model_type == "qwen3"
-        self.q_norm = RMSNorm(size, config.rms_norm_eps) if has_norm else None
-        self.k_norm = RMSNorm(size, config.rms_norm_eps) if has_norm else None
-        self.rotary_emb = rotary_emb
+        self.q_norm = RMSNorm(size, config.rms_norm_eps, ops) if has_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps, ops) if has_norm else None
+        self.rotary_emb, self.fused_rope = rotary_emb, ops is not None
         self.attn = Attention(heads, size, size ** -0.5, kv_heads, vllm_config=vllm_config, prefix=f"{prefix}.attn",
                               sliding_window=_sliding_window(config, layer))
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         if self.q_norm is not None: q, k = self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k)
+        if self.fused_rope: return self.o_proj(self.attn(q, k, v, positions, self.rotary_emb.cos_sin_cache))
         q, k = self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q, k, v))
 
@@ -58,13 +59,13 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     "down(silu(gate(x)) * up(x)), [num_tokens, hidden_size] in and out; ValueError for another activation."
 
-    def __init__(self, config):
+    def __init__(self, config, ops):
         super().__init__()
         if config.hidden_act != "silu": raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: the Llama family uses 'silu'")
         bias = _bias(config)["mlp"]
-        self.gate_up_proj = MergedLinear(config.hidden_size, [config.intermediate_size] * 2, bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
-        self.act_fn = SiluAndMul()
+        self.gate_up_proj = MergedLinear(config.hidden_size, [config.intermediate_size] * 2, bias, ops)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias, ops)
+        self.act_fn = SiluAndMul(ops)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor: return self.down_proj(self.act_fn(self.gate_up_proj(x)))
 
@@ -74,10 +75,11 @@ class LlamaDecoderLayer(nn.Module):
 
     def __init__(self, config, layer: int, rotary_emb: RotaryEmbedding, vllm_config, prefix: str):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        ops = get_ops(vllm_config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.self_attn = LlamaAttention(config, layer, rotary_emb, vllm_config, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.mlp = LlamaMLP(config, ops)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         "x is what the layer before computed, not yet added to residual (None in front of the first layer); returns the same pair."
@@ -98,7 +100,7 @@ class LlamaModel(nn.Module):
         self.rotary_emb = RotaryEmbedding(config, size, vllm_config.model_config.max_model_len)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, i, self.rotary_emb, vllm_config, f"{prefix}.layers.{i}")
                                     for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, get_ops(vllm_config))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids), None
@@ -117,7 +119,7 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config, vllm_config):
         super().__init__()
         self.model = LlamaModel(config, vllm_config, "model")
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, ops=get_ops(vllm_config))
         if config.tie_word_embeddings: self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

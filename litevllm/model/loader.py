@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig
 
 from ..logger import init_logger
 from .llama import LlamaForCausalLM
@@ -129,13 +129,16 @@ def get_model(vllm_config) -> nn.Module:
     Registers every attention layer in vllm_config.compilation_config.static_forward_context."""
     cfg = vllm_config.model_config
     cls = get_model_class(cfg.architecture)
-    hf_config = AutoConfig.from_pretrained(cfg.model)
+    hf_config = SimpleNamespace(**cfg.hf_config)   # not from transformers, which takes the child two seconds to import
     quantized = getattr(hf_config, "quantization_config", None)
     if quantized: raise ValueError(f"quantized checkpoints are not supported: {cfg.model} has quantization_config {quantized}")
     with _default_dtype(getattr(torch, cfg.dtype)), torch.device(vllm_config.device_config.device):
         model = cls(hf_config, vllm_config)
     load_weights(model, iterate_weights(Path(cfg.model)), cfg.model)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    for module in model.modules():
+        if hasattr(module, "process_weights_after_loading"): module.process_weights_after_loading()
+    return model
 
 # %% ../../nbs/04e_loader.ipynb #50b45183
 def get_kv_cache_spec(vllm_config) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .attention import Attention
-from .layers import Linear, MergedLinear, VocabEmbedding
+from .layers import Linear, MergedLinear, VocabEmbedding, get_ops
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'OPTAttention', 'OPTDecoderLayer', 'OPTDecoder', 'OPTModel', 'OPTForCausalLM']
@@ -27,8 +27,9 @@ class OPTAttention(nn.Module):
         size, heads = config.hidden_size, config.num_attention_heads
         if size % heads: raise ValueError(f"hidden_size {size} is not a multiple of num_attention_heads {heads}")
         head_size = size // heads
-        self.qkv_proj = MergedLinear(size, [size] * 3, config.enable_bias)
-        self.out_proj = Linear(size, size, config.enable_bias)
+        ops = get_ops(vllm_config)
+        self.qkv_proj = MergedLinear(size, [size] * 3, config.enable_bias, ops)
+        self.out_proj = Linear(size, size, config.enable_bias, ops)
         self.attn = Attention(heads, head_size, head_size ** -0.5, heads, vllm_config=vllm_config, prefix=f"{prefix}.attn")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,11 +44,11 @@ class OPTDecoderLayer(nn.Module):
         if config.activation_function not in ACTIVATIONS:
             raise ValueError(f"activation_function {config.activation_function!r} is not supported; there are {', '.join(ACTIVATIONS)}")
         self.pre_norm, self.activation = config.do_layer_norm_before, ACTIVATIONS[config.activation_function]
-        affine = config.layer_norm_elementwise_affine
+        affine, ops = config.layer_norm_elementwise_affine, get_ops(vllm_config)
         self.self_attn = OPTAttention(config, vllm_config, f"{prefix}.self_attn")
         self.self_attn_layer_norm = nn.LayerNorm(config.hidden_size, elementwise_affine=affine)
-        self.fc1 = Linear(config.hidden_size, config.ffn_dim, config.enable_bias)
-        self.fc2 = Linear(config.ffn_dim, config.hidden_size, config.enable_bias)
+        self.fc1 = Linear(config.hidden_size, config.ffn_dim, config.enable_bias, ops)
+        self.fc2 = Linear(config.ffn_dim, config.hidden_size, config.enable_bias, ops)
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, elementwise_affine=affine)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,8 +70,9 @@ class OPTDecoder(nn.Module):
         size, embed = config.hidden_size, config.word_embed_proj_dim
         self.embed_tokens = VocabEmbedding(config.vocab_size, embed)
         self.embed_positions = VocabEmbedding(config.max_position_embeddings + self.offset, size)
-        self.project_in = Linear(embed, size) if embed != size else nn.Identity()
-        self.project_out = Linear(size, embed) if embed != size else nn.Identity()
+        ops = get_ops(vllm_config)
+        self.project_in = Linear(embed, size, ops=ops) if embed != size else nn.Identity()
+        self.project_out = Linear(size, embed, ops=ops) if embed != size else nn.Identity()
         has_norm = config.do_layer_norm_before and not config._remove_final_layer_norm
         self.final_layer_norm = nn.LayerNorm(size, elementwise_affine=config.layer_norm_elementwise_affine) if has_norm else nn.Identity()
         self.layers = nn.ModuleList(OPTDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}") for i in range(config.num_hidden_layers))
@@ -99,7 +101,7 @@ class OPTForCausalLM(nn.Module):
     def __init__(self, config, vllm_config):
         super().__init__()
         self.model = OPTModel(config, vllm_config, "model")
-        self.lm_head = Linear(config.word_embed_proj_dim, config.vocab_size)
+        self.lm_head = Linear(config.word_embed_proj_dim, config.vocab_size, ops=get_ops(vllm_config))
         if config.tie_word_embeddings: self.lm_head.weight = self.model.decoder.embed_tokens.weight
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

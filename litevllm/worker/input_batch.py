@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOT_ASKED', 'RequestState', 'RequestRows', 'free_row', 'fill_row', 'fill_params', 'append_blocks', 'add_request',
-           'update_cached', 'lookup', 'ranges', 'RaggedColumn', 'InputBatch', 'prepare_inputs', 'write_drafts',
-           'write_sampled']
+           'update_cached', 'lookup', 'ranges', 'RaggedColumn', 'InputBatch', 'prepare_inputs', 'gather_on_device',
+           'pad_arrays', 'InputBuffers', 'write_drafts', 'append_sampled', 'write_sampled']
 
 # %% ../../nbs/03_input_flattening.ipynb #c56d40df
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import torch
 from ..core.output import CachedRequestData, NewRequestData, SchedulerOutput
 from ..display import html_table
 from ..sampling_params import SamplingParams
+from .buffers import StagedWriteTensor, pack_to_device, to_device
 
 # %% ../../nbs/03_input_flattening.ipynb #96df7a4f
 @dataclass(slots=True)
@@ -33,14 +34,15 @@ NOT_ASKED = -2   # in num_logprobs and num_prompt_logprobs; -1 is taken: the who
 class RequestRows:
     """Persistent rows of the running requests: at most `max_num_reqs`, each up to `max_model_len` tokens.
 
-    token_ids int32 [rows, max_model_len], block_table int32 [rows, max_blocks], and one value or one list a row of the rest. numpy on
-    the host: a step gathers from them and sends the result to the device (vllm/v1/worker/gpu/states.py)."""
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, seed: int = 0):
+    token_ids int32 [rows, max_model_len], block_table int32 [rows + 1, max_blocks] (the last row is nobody's, all zeros), both with a side on the
+    device; of the rest one value or one list a row, numpy on the host (vllm/v1/worker/gpu/states.py)."""
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int, seed: int = 0, device: torch.device | str = "cpu"):
         self.max_num_reqs, self.max_model_len, self.block_size = max_num_reqs, max_model_len, block_size
         def column(dtype, *shape): return np.zeros((max_num_reqs, *shape), dtype)
-        self.token_ids = column(np.int32, max_model_len)
-        self.block_table = column(np.int32, -(-max_model_len // block_size))
-        self.num_tokens = column(np.int64)            # known tokens: prompt and outputs, drafts not counted
+        self.tokens = StagedWriteTensor(max_num_reqs, max_model_len, device)
+        self.blocks = StagedWriteTensor(max_num_reqs + 1, -(-max_model_len // block_size), device)
+        self.token_ids, self.block_table = self.tokens.np, self.blocks.np
+        self.num_tokens = column(np.int64)            # prompt and outputs, those in flight too, drafts not
         self.prompt_len = column(np.int64)
         self.num_computed_tokens = column(np.int64)   # tokens whose KV is in the cache
         self.num_blocks = column(np.int64)
@@ -64,6 +66,11 @@ class RequestRows:
 
     def __len__(self) -> int: return len(self.row_of)
 
+    @property
+    def device_token_ids(self) -> torch.Tensor:
+        "The device's side of `token_ids`, int32 [rows, max_model_len]; every token in it is true, of those in flight too."
+        return self.tokens.gpu
+
     def update(self, plan: SchedulerOutput):
         "Apply what changed since the last step: ends, preemptions, new requests, then news of known ones."
         for req_id in plan.finished_req_ids:
@@ -86,6 +93,7 @@ def fill_row(rows: RequestRows, state: RequestState, token_ids: list[int]) -> in
         if not rows.free_rows: raise ValueError(f"no row for {state.req_id!r}: all {rows.max_num_reqs} rows are taken")
         row = rows.row_of[state.req_id] = rows.free_rows.pop()
     rows.token_ids[row, :len(token_ids)] = token_ids
+    rows.tokens.stage_write(row, 0, len(token_ids))
     rows.num_tokens[row], rows.prompt_len[row], rows.num_blocks[row] = len(token_ids), state.prompt_len, 0
     fill_params(rows, row, state.sampling_params, state.seed)
     return row
@@ -114,6 +122,7 @@ def append_blocks(rows: RequestRows, row: int, block_ids: list[int]):
     "Add physical blocks at the end of the row's table."
     start = int(rows.num_blocks[row])
     rows.block_table[row, start:start + len(block_ids)] = block_ids
+    rows.blocks.stage_write(row, start, len(block_ids))
     rows.num_blocks[row] = start + len(block_ids)
 
 # %% ../../nbs/03_input_flattening.ipynb #a0b11a7f
@@ -189,7 +198,7 @@ class InputBatch:
     seq_lens: torch.Tensor            # [num_reqs] int32: length including history and this step's tokens
     input_ids: torch.Tensor           # [num_tokens] int32
     positions: torch.Tensor           # [num_tokens] int64, each within its own request
-    slot_mapping: torch.Tensor        # [num_tokens] int64: where this token's K and V are written
+    slot_mapping: torch.Tensor        # [num_tokens] int64: where this token's K and V are written; -1: nowhere
     logits_indices: torch.Tensor      # [total_num_logits] int64: the tokens whose hidden state becomes logits
     block_table: torch.Tensor         # [num_reqs, columns in use] int32: physical block of each logical one
     max_query_len: int
@@ -198,20 +207,27 @@ class InputBatch:
     num_logits: np.ndarray            # [num_reqs]: 0 for a partial prefill, 1 + drafts else
     logits_rows: np.ndarray           # [total_num_logits] the row that each logits row belongs to
     logits_positions: np.ndarray      # [total_num_logits] position of the token that each logits row chooses
+    sample_index: torch.Tensor        # [total_num_logits] int64: where in the flat device_token_ids that token goes
+    cudagraph_runtime_mode: object = None   # how the forward is to run: chapter 03c
+    batch_descriptor: object = None
 
     def _repr_html_(self):
+        pads = len(self.input_ids) - self.num_tokens
         owner = np.repeat(np.arange(self.num_reqs), self.num_scheduled_tokens)
         heads = set(self.logits_indices.tolist())
-        table = [("request", *(self.req_ids[r] for r in owner)), ("input_ids", *self.input_ids.tolist()),
+        table = [("request", *(self.req_ids[r] for r in owner), *["pad"] * pads), ("input_ids", *self.input_ids.tolist()),
                  ("positions", *self.positions.tolist()), ("slot_mapping", *self.slot_mapping.tolist()),
-                 ("logits row", *("✔" if i in heads else "" for i in range(self.num_tokens)))]
+                 ("logits row", *("✔" if i in heads else "" for i in range(len(self.input_ids))))]
         caption = (f"query_start_loc={self.query_start_loc.tolist()}  seq_lens={self.seq_lens.tolist()}  "
                    f"logits_indices={self.logits_indices.tolist()}")
-        return html_table(["flat index", *range(self.num_tokens)], table, caption)
+        return html_table(["flat index", *range(len(self.input_ids))], table, caption)
 
 # %% ../../nbs/03_input_flattening.ipynb #a168189a
-def prepare_inputs(rows: RequestRows, plan: SchedulerOutput, device: torch.device | str = "cpu") -> InputBatch:
-    "Gather one step's flat batch from the rows; no loop over tokens, none over requests without drafts."
+def prepare_inputs(rows: RequestRows, plan: SchedulerOutput, device: torch.device | str = "cpu", buffers: "InputBuffers | None" = None,
+                   descriptor=None) -> InputBatch:
+    """Gather one step's flat batch from the rows; no loop over tokens, none over requests without drafts, and no value is asked of the device.
+
+    With a `descriptor` (a `BatchDescriptor` of chapter 03c) it is padded to that shape, in `buffers`: same shape, same addresses."""
     req_ids = list(plan.num_scheduled_tokens)
     index = lookup(rows, req_ids)
     scheduled = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(req_ids))
@@ -221,21 +237,63 @@ def prepare_inputs(rows: RequestRows, plan: SchedulerOutput, device: torch.devic
     owner, offset, starts = ranges(scheduled)
     positions = computed[owner] + offset
     block, within = np.divmod(positions, rows.block_size)
-    slots = rows.block_table[index[owner], block].astype(np.int64) * rows.block_size + within
-    columns = -(-int(seq_lens.max()) // rows.block_size)
+    token_rows = index[owner]
+    slots = rows.block_table[token_rows, block].astype(np.int64) * rows.block_size + within
 
     num_logits = np.where(seq_lens - drafts < rows.num_tokens[index], 0, 1 + drafts)
     logits_owner, logits_offset, _ = ranges(num_logits)
     logits_indices = (starts[1:] - num_logits)[logits_owner] + logits_offset
-    send = lambda array, dtype: torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
+    logits_rows, logits_positions = index[logits_owner], positions[logits_indices] + 1
+    sample_index = logits_rows * rows.max_model_len + logits_positions.clip(max=rows.max_model_len - 1)   # a draft may reach past the end
+    arrays = [positions, slots, token_rows * rows.max_model_len + positions, starts.astype(np.int32), seq_lens.astype(np.int32), index,
+              logits_indices, sample_index]
+    max_seq_len = int(seq_lens.max(initial=0))
+    sent = gather_on_device(rows, arrays, -(-max_seq_len // rows.block_size), device, buffers, descriptor)
+    uniform = descriptor is not None and descriptor.uniform   # such a graph serves any length, so it is told the longest
     return InputBatch(
         req_ids=req_ids, num_reqs=len(req_ids), num_scheduled_tokens=scheduled, num_tokens=len(owner),
-        query_start_loc=send(starts, np.int32), seq_lens=send(seq_lens, np.int32),
-        input_ids=send(rows.token_ids[index[owner], positions], np.int32), positions=send(positions, np.int64),
-        slot_mapping=send(slots, np.int64), logits_indices=send(logits_indices, np.int64),
-        block_table=send(rows.block_table[index, :columns], np.int32), max_query_len=int(scheduled.max()),
-        max_seq_len=int(seq_lens.max()), rows=index, num_logits=num_logits, logits_rows=index[logits_owner],
-        logits_positions=positions[logits_indices] + 1)
+        max_query_len=descriptor.num_tokens // descriptor.num_reqs if uniform else int(scheduled.max(initial=0)),
+        max_seq_len=rows.max_model_len if uniform else max_seq_len, rows=index, num_logits=num_logits, logits_rows=logits_rows,
+        logits_positions=logits_positions, **sent)
+
+
+def gather_on_device(rows, arrays, columns, device, buffers, descriptor) -> dict[str, torch.Tensor]:
+    "Send the arrays with one copy, and gather there what the device knows: the batch's tensors by name."
+    if descriptor is not None: arrays = pad_arrays(arrays, descriptor, nobody=rows.max_num_reqs)
+    out = None if descriptor is None else buffers.packed
+    positions, slots, places, starts, seq_lens, index, logits_indices, sample_index = pack_to_device(arrays, device, out)
+    rows.tokens.apply_write()
+    rows.blocks.apply_write()
+    input_ids, block_table = rows.device_token_ids.view(-1), rows.blocks.gpu[:, :columns].index_select(0, index)
+    if descriptor is None: input_ids = input_ids.index_select(0, places)
+    else: input_ids, block_table = buffers.fill(input_ids, places, block_table)
+    return dict(query_start_loc=starts, seq_lens=seq_lens, input_ids=input_ids, positions=positions, slot_mapping=slots,
+                logits_indices=logits_indices, block_table=block_table, sample_index=sample_index)
+
+# %% ../../nbs/03_input_flattening.ipynb #eb0a5006
+def pad_arrays(arrays: list[np.ndarray], descriptor, nobody: int) -> list[np.ndarray]:
+    "The arrays of `prepare_inputs` at the descriptor's shape: num_tokens tokens, and num_reqs requests unless that is None."
+    def pad(array, size, value): return np.concatenate([array, np.full(max(size - len(array), 0), value, array.dtype)])
+    positions, slots, places, starts, seq_lens, index, *logits = arrays
+    tokens, reqs = descriptor.num_tokens, descriptor.num_reqs or len(index)
+    more = np.arange(1, reqs - len(index) + 1, dtype=np.int32) * (tokens // max(reqs, 1))
+    return [pad(positions, tokens, 0), pad(slots, tokens, -1), pad(places, tokens, 0), np.concatenate([starts, starts[-1] + more]),
+            pad(seq_lens, reqs, 0), pad(index, reqs, nobody), *logits]
+
+
+class InputBuffers:
+    "The memory of padded batches: at most `max_num_tokens` tokens and `max_num_reqs` requests (vllm/v1/worker/gpu/input_batch.py)."
+    def __init__(self, max_num_tokens: int, max_num_reqs: int, max_blocks: int, device: torch.device | str = "cpu"):
+        self.packed = torch.zeros(40 * max_num_tokens + 16 * (max_num_reqs + 1) + 128, dtype=torch.uint8, device=device)
+        self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(max_num_reqs, max_blocks, dtype=torch.int32, device=device)
+
+    def fill(self, token_ids: torch.Tensor, places: torch.Tensor, block_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        "Gathered input ids, and the block tables at full width; columns behind the longest request's hold what they held."
+        reqs, columns = block_table.shape
+        self.block_table[:reqs, :columns].copy_(block_table)
+        input_ids = self.input_ids[:len(places)]
+        return torch.index_select(token_ids, 0, places, out=input_ids), self.block_table[:reqs]
 
 # %% ../../nbs/03_input_flattening.ipynb #282c4e3a
 def write_drafts(rows: RequestRows, drafts: dict[str, list[int]], req_ids: list[str]) -> np.ndarray:
@@ -248,17 +306,21 @@ def write_drafts(rows: RequestRows, drafts: dict[str, list[int]], req_ids: list[
                              "drafts are verified for greedy requests only")
         start = rows.num_tokens[row]
         rows.token_ids[row, start:start + len(token_ids)] = token_ids
+        rows.tokens.stage_write(row, int(start), len(token_ids))
         counts[req_ids.index(req_id)] = len(token_ids)
     return counts
 
 # %% ../../nbs/03_input_flattening.ipynb #de02bf83
+def append_sampled(rows: RequestRows, batch: InputBatch, token_ids: torch.Tensor):
+    "Append one token to each request that has a logits row; `token_ids` [total_num_logits] on the device. For batches without drafts."
+    rows.device_token_ids.view(-1).index_copy_(0, batch.sample_index, token_ids.to(torch.int32))
+    rows.num_tokens[batch.rows] += batch.num_logits
+
+
 def write_sampled(rows: RequestRows, batch: InputBatch, sampled: list[list[int]]):
-    "Append each request's new tokens to its row. One token each is one assignment; the loop is for drafts and for rows that got no token."
-    rows.num_tokens[batch.rows] += np.fromiter(map(len, sampled), np.int64, len(sampled))
-    flat = [token_ids[0] for token_ids in sampled if token_ids]
-    if batch.num_logits.max(initial=0) <= 1 and len(flat) == len(batch.logits_rows):
-        rows.token_ids[batch.logits_rows, batch.logits_positions] = flat
-        return
+    "Append each request's new tokens to its row, however many: with drafts, the host must have compared before it can count."
     for row, token_ids in zip(batch.rows.tolist(), sampled):
-        end = rows.num_tokens[row]
-        rows.token_ids[row, end - len(token_ids):end] = token_ids
+        start = int(rows.num_tokens[row])
+        rows.token_ids[row, start:start + len(token_ids)] = token_ids
+        rows.tokens.stage_write(row, start, len(token_ids))
+        rows.num_tokens[row] = start + len(token_ids)

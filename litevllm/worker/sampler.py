@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['SamplingMetadata', 'make_sampling_metadata', 'splitmix64', 'noise_keys', 'exponential_noise', 'apply_min_p',
-           'apply_top_k', 'apply_top_p', 'Sampler', 'filter_logits']
+           'apply_top_k', 'apply_top_p', 'SamplerOutput', 'Sampler', 'gpu_kernels', 'filter_logits', 'judge']
 
 # %% ../../nbs/06_sampling_and_reclamation.ipynb #d094bf8e
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .buffers import pack_to_device
 from .logits_processors import LogitsProcessors, make_logits_processors
 
 # %% ../../nbs/06_sampling_and_reclamation.ipynb #10a1ea49
@@ -20,19 +22,24 @@ from .logits_processors import LogitsProcessors, make_logits_processors
 class SamplingMetadata:
     """How to choose a token from each logits row; [n] tensors, or None where no row asks for it (vllm/v1/sample/metadata.py)."""
     all_greedy: bool
-    random_rows: Tensor | None        # [r] int64: the rows with temperature > 0; None: all of them. The next five are for these
-    temperature: Tensor | None        # [r, 1] float32
-    min_p: Tensor | None              # [r, 1] float32
-    top_k: Tensor | None              # [r] int64, 0: off
-    top_p: Tensor | None              # [r, 1] float32
-    noise_keys: Tensor | None         # [r, 2] int32: from (seed, position), see `noise_keys`
-    processors: LogitsProcessors | None   # what changes logits before the choice: chapter 06a
+    temperature: Tensor | None = None   # [n] float32; 0: greedy, and the row's other numbers mean nothing
+    min_p: Tensor | None = None         # [n] float32
+    top_k: Tensor | None = None         # [n] int32, 0: off
+    top_p: Tensor | None = None         # [n] float32
+    noise_keys: Tensor | None = None    # [n, 2] int32: from (seed, position), see `noise_keys`
+    random_rows: np.ndarray | None = None    # [r] int64: the rows with temperature > 0; None: all of them
+    processors: LogitsProcessors | None = None   # what changes logits before the choice: chapter 06a
+
+    def pick(self, rows) -> "SamplingMetadata":
+        "Of these rows only (an index or a slice), all of them random."
+        columns = self.temperature, self.min_p, self.top_k, self.top_p, self.noise_keys
+        return SamplingMetadata(False, *(None if column is None else column[rows] for column in columns))
 
     @classmethod
     def worst_case(cls, n: int, vocab_size: int, device) -> "SamplingMetadata":
         "All rows random and every filter on: what takes the most memory."
-        ones, keys = torch.ones(n, 1, device=device), torch.zeros(n, 2, dtype=torch.int32, device=device)
-        return cls(False, None, ones, ones / vocab_size, torch.full((n,), vocab_size - 1, device=device), ones * 0.999, keys,
+        ones, keys = torch.ones(n, device=device), torch.zeros(n, 2, dtype=torch.int32, device=device)
+        return cls(False, ones, ones / vocab_size, torch.full((n,), vocab_size - 1, dtype=torch.int32, device=device), ones * 0.999, keys, None,
                    LogitsProcessors.worst_case(n, vocab_size, device))
 
 
@@ -40,15 +47,19 @@ def make_sampling_metadata(rows, batch, device: torch.device | str = "cpu") -> S
     "Gather the sampling parameters of a batch's logits rows from the `RequestRows`."
     index, positions = batch.logits_rows, batch.logits_positions
     processors = make_logits_processors(rows, index, positions, device)
-    chosen = np.flatnonzero(rows.temperature[index])
-    if not len(chosen): return SamplingMetadata(True, None, None, None, None, None, None, processors)
-    index, positions, everywhere = index[chosen], positions[chosen], len(chosen) == len(index)
-    def send(array): return torch.from_numpy(array).to(device)
-    def column(array): return send(array[index])[:, None]
+    columns = np.empty((6, len(index)), np.int32)
+    temperature, min_p, top_p = floats = columns.view(np.float32)[:3]
+    floats[:] = rows.temperature[index], rows.min_p[index], rows.top_p[index]
+    random = temperature > 0
+    if not random.any(): return SamplingMetadata(True, processors=processors)
+    columns[3] = np.minimum(rows.top_k[index], 0x7FFFFFFF)
+    columns[4:] = noise_keys(rows.seed[index], positions).T
+    asks = (min_p > 0) & random, (columns[3] > 0) & random, (top_p < 1) & random
+    sent, = pack_to_device([columns], device)
+    sent_floats = sent.view(torch.float32)
     return SamplingMetadata(
-        False, None if everywhere else send(chosen), column(rows.temperature),
-        column(rows.min_p) if rows.min_p[index].any() else None, send(rows.top_k[index]) if rows.top_k[index].any() else None,
-        column(rows.top_p) if (rows.top_p[index] < 1).any() else None, send(noise_keys(rows.seed[index], positions)), processors)
+        False, sent_floats[0], sent_floats[1] if asks[0].any() else None, sent[3] if asks[1].any() else None,
+        sent_floats[2] if asks[2].any() else None, sent[4:].T, None if random.all() else np.flatnonzero(random), processors)
 
 # %% ../../nbs/06_sampling_and_reclamation.ipynb #34c9fcd0
 _GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -81,60 +92,98 @@ def _int32(bits: int) -> int: return bits - (1 << 32) if bits >> 31 else bits
 
 # %% ../../nbs/06_sampling_and_reclamation.ipynb #7432ba93
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    "Drop what is less likely than min_p times the likeliest. In logits: below max + log(min_p). In place."
-    return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + min_p.log(), -torch.inf)
+    "Drop what is less likely than min_p [n] times the likeliest. In logits: below max + log(min_p). In place."
+    return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
 
 
 def apply_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    "Drop what is below the k-th largest; ties with it all stay. 0, and k at or past the vocabulary, keep everything. In place."
+    "Drop what is below the k-th largest; ties with it all stay. top_k [n]: 0, and at or past the vocabulary, keep everything. In place."
     acts = (top_k > 0) & (top_k < logits.shape[-1])
-    if not acts.any(): return logits
-    k = torch.where(acts, top_k, 1)
-    kth = logits.topk(int(k.max()), dim=-1).values.gather(-1, k[:, None] - 1)
+    k = torch.where(acts, top_k, 0).long()
+    if not (largest := int(k.numpy().max())): return logits
+    kth = logits.topk(largest, dim=-1).values.gather(-1, k.clamp(min=1)[:, None] - 1)
     return logits.masked_fill_(logits < kth.masked_fill_(~acts[:, None], -torch.inf), -torch.inf)
 
 # %% ../../nbs/06_sampling_and_reclamation.ipynb #6f575d5b
-_TOP_P_FIRST_LOOK = 512   # tokens; sorting this many costs a small part of sorting a vocabulary
+_TOP_P_FIRST_LOOK = 512   # tokens
 
 def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    "Keep the likeliest tokens whose sum before them is below top_p: at least one; among equals the lower id. In place."
-    rows = (top_p[:, 0] < 1).nonzero()[:, 0]
-    probs, p = logits[rows].softmax(-1), top_p[rows]
-    count = min(_TOP_P_FIRST_LOOK, probs.shape[-1])
-    head = probs.topk(count, dim=-1).values
-    if (head.sum(-1, keepdim=True) < p).any(): head = probs.sort(-1, descending=True).values
-    keep = (head.cumsum(-1) - head < p).sum(-1, keepdim=True).clamp_(min=1)
-    edge = head.gather(-1, keep - 1)                       # the probability of the last one kept
-    dropped = probs < edge                                 # false for NaN: broken numbers stay, and are seen
-    if (surplus := (~dropped).sum(-1, keepdim=True) > keep).any():   # more tokens than places share the edge's probability
-        equal = probs == edge
-        places = keep - (probs > edge).sum(-1, keepdim=True)
-        dropped |= surplus & equal & (equal.cumsum(-1) > places)
-    logits[rows] = logits[rows].masked_fill_(dropped, -torch.inf)
-    return logits
+    "Keep the likeliest tokens whose sum before them is below top_p [n]: at least one; among equals the lower id. In place."
+    p, top = top_p[:, None], logits.amax(-1, keepdim=True)
+    wanted = torch.where(p < 1, p * (logits - top).exp_().sum(-1, keepdim=True), torch.inf)
+    count = min(_TOP_P_FIRST_LOOK, logits.shape[-1])
+    edge, keep, missing = _top_p_edge(np.partition(logits.numpy(), -count)[:, -count:], top, wanted)
+    if more := (missing & (p < 1)).numpy()[:, 0].nonzero()[0].tolist():
+        edge[more], keep[more], _ = _top_p_edge(logits[more].numpy(), top[more], wanted[more])
+    edge.masked_fill_(p >= 1, -torch.inf)
+    dropped = logits < edge                                # false for NaN: broken numbers stay, and are seen
+    surplus = ((~dropped).sum(-1, keepdim=True) > keep) & (p < 1)
+    if rows := surplus.numpy()[:, 0].nonzero()[0].tolist():     # more tokens than places share the edge
+        equal = logits[rows] == edge[rows]
+        places = keep[rows] - (logits[rows] > edge[rows]).sum(-1, keepdim=True)
+        dropped[rows] |= equal & (equal.cumsum(-1) > places)
+    return logits.masked_fill_(dropped, -torch.inf)
+
+
+def _top_p_edge(head: np.ndarray, top: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    "From each row's largest logits: the least one to keep, how many are kept, and whether `head` was too short to tell; [n, 1] each."
+    head = torch.from_numpy(np.sort(head)[:, ::-1].copy())
+    weights = (head - top).exp_()
+    sums = weights.cumsum(-1)
+    keep = (sums - weights < wanted).sum(-1, keepdim=True).clamp_(min=1)
+    return head.gather(-1, keep - 1), keep, sums[:, -1:] < wanted
 
 # %% ../../nbs/06_sampling_and_reclamation.ipynb #8b424cc4
-class Sampler:
-    "Logits to tokens, in vLLM's order (vllm/v1/sample/sampler.py)."
-    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        "logits [n, vocab] float32 (changed in place), one chosen id a row: [n] int64; its logit is -inf where nothing is left, NaN or inf where it was."
-        if metadata.processors is not None: metadata.processors.apply(logits)
-        if metadata.all_greedy: return logits.argmax(-1)
-        if metadata.random_rows is None: return self.sample(logits, metadata)
-        sampled = logits.argmax(-1)
-        sampled[metadata.random_rows] = self.sample(logits[metadata.random_rows], metadata)
-        return sampled
+class SamplerOutput(NamedTuple):
+    "What was chosen, on the logits' device (vllm/v1/outputs.py)."
+    sampled_token_ids: Tensor   # [n] int64
+    failed: Tensor              # [n] int8: 0 fine; 1 nothing was left to choose; 2 the logits were not finite
 
-    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        "The random rows: filter, then one exponential race."
-        logits = filter_logits(logits, metadata)
-        return (logits - exponential_noise(metadata.noise_keys, logits.shape[-1]).log_()).argmax(-1)
+
+_CHUNK = 16   # random rows at a time
+
+class Sampler:
+    "Logits to tokens, in vLLM's order (vllm/v1/sample/sampler.py). `kernels`: a module like litevllm.kernels.sampling, to use it on a CPU too."
+    def __init__(self, kernels=None): self.kernels = kernels
+
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        "logits [n, vocab] float32, changed in place. Never waits for a GPU."
+        kernels = gpu_kernels() if self.kernels is None and logits.is_cuda else self.kernels
+        if metadata.processors is not None: metadata.processors.apply(logits, kernels)
+        if kernels is not None: return SamplerOutput(*kernels.sample(logits, metadata))
+        if metadata.all_greedy or metadata.random_rows is not None:
+            token_ids = logits.argmax(-1)
+            chosen = logits.gather(-1, token_ids[:, None])[:, 0]
+        else: token_ids, chosen = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        if not metadata.all_greedy: self.sample(logits, metadata, token_ids, chosen)
+        return SamplerOutput(token_ids, judge(chosen))
+
+    def sample(self, logits: Tensor, metadata: SamplingMetadata, token_ids: Tensor, chosen: Tensor):
+        "The random rows: filter, then one exponential race. Writes their tokens and these tokens' logits."
+        for start in range(0, len(logits if metadata.random_rows is None else metadata.random_rows), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            rows = part if metadata.random_rows is None else torch.from_numpy(metadata.random_rows[part])
+            own = metadata.pick(rows)
+            left = filter_logits(logits[rows], own)
+            token_ids[rows] = winners = (left - exponential_noise(own.noise_keys, logits.shape[-1]).log_()).argmax(-1)
+            chosen[rows] = left.gather(-1, winners[:, None])[:, 0]
+
+
+def gpu_kernels():
+    "The module that samples on a GPU. Imported when first used: on a CPU nobody needs Triton for it."
+    from litevllm.kernels import sampling
+    return sampling
 
 
 def filter_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    "Temperature, min_p, top_k, top_p, in this order; in place."
-    logits.div_(metadata.temperature)
+    "Temperature, min_p, top_k, top_p, in this order; in place. Every row is random."
+    logits.div_(metadata.temperature[:, None])
     if metadata.min_p is not None: apply_min_p(logits, metadata.min_p)
     if metadata.top_k is not None: apply_top_k(logits, metadata.top_k)
     if metadata.top_p is not None: apply_top_p(logits, metadata.top_p)
     return logits
+
+
+def judge(chosen: Tensor) -> Tensor:
+    "From the logit of each choice [n] to `SamplerOutput.failed`."
+    return torch.where(chosen == -torch.inf, 1, 2).masked_fill_(chosen.isfinite(), 0).to(torch.int8)

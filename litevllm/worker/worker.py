@@ -16,7 +16,7 @@ from ..core.output import CachedRequestData, DraftTokenIds, ModelRunnerOutput, N
 from ..logger import init_logger
 from ..model.attention import get_attn_backend
 from ..sampling_params import SamplingParams
-from .model_runner import ModelRunner
+from .model_runner import AsyncModelRunnerOutput, ModelRunner
 
 # %% ../../nbs/03b_worker.ipynb #6b467680
 logger = init_logger("litevllm.worker.worker")
@@ -94,6 +94,11 @@ class Worker:
 
     def load_model(self): self.model_runner.load_model()
 
+    @property
+    def is_async(self) -> bool:
+        "Whether `execute_model` gives back launched steps: with asynchronous scheduling on a GPU."
+        return self.model_runner.is_async
+
     def get_kv_cache_spec(self) -> dict[str, int]:
         "Bytes of one block, by layer name."
         return self.model_runner.page_sizes()
@@ -106,15 +111,18 @@ class Worker:
         "Bytes for the KV pool: a profile run tells on a GPU, a stated budget on a CPU."
         if self.device.type == "cpu": return cpu_kv_budget(self.vllm_config, self.page_size_bytes(), cpu_memory_available())
         self.model_runner.profile_run()
-        return self.vllm_config.cache_config.kv_cache_memory_bytes or self.gpu_memory.left_for_kv()
+        left = self.gpu_memory.left_for_kv()
+        graphs = self.model_runner.profile_cudagraph_memory()
+        return self.vllm_config.cache_config.kv_cache_memory_bytes or left - graphs
 
     def initialize_from_config(self, num_blocks: int): self.model_runner.initialize_kv_cache(num_blocks)
 
     def compile_or_warm_up_model(self):
-        "A prefill and a decode step of a made-up request, so that no user waits for a compiler."
+        "A prefill and a decode step of a made-up request, so that no user waits for a compiler; then the CUDA graphs, where there are any."
         warm_up(self.model_runner)
+        self.model_runner.capture_model()
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput: return self.model_runner.execute_model(plan)
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput: return self.model_runner.execute_model(plan)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None: return self.model_runner.take_draft_token_ids()
 
@@ -142,14 +150,17 @@ class GpuMemory:
 # %% ../../nbs/03b_worker.ipynb #bb96fe3f
 def warm_up(runner: ModelRunner):
     "One prefill, one decode and the end of a request whose blocks are all the null block 0."
+    def execute(plan):
+        step = runner.execute_model(plan)
+        if runner.is_async: step.get_output()
     rows = runner.rows
     length = max(1, min(32, rows.max_model_len - 1, runner.vllm_config.scheduler_config.max_num_batched_tokens))
     params = SamplingParams(temperature=1.0, top_k=1, seed=0)
     blocks = [0] * -(-(length + 1) // rows.block_size)
     new = NewRequestData("warm-up", [0] * length, params, blocks, 0)
-    runner.execute_model(SchedulerOutput([new], CachedRequestData(), {"warm-up": length}, length))
+    execute(SchedulerOutput([new], CachedRequestData(), {"warm-up": length}, length))
     known = CachedRequestData(["warm-up"], new_block_ids=[None], num_computed_tokens=[length], num_output_tokens=[1])
-    if length + 2 <= rows.max_model_len: runner.execute_model(SchedulerOutput([], known, {"warm-up": 1}, 1))
+    if length + 2 <= rows.max_model_len: execute(SchedulerOutput([], known, {"warm-up": 1}, 1))
     end = SchedulerOutput.make_empty()
     end.finished_req_ids.add("warm-up")
-    runner.execute_model(end)
+    execute(end)

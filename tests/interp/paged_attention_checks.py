@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_tools as tools
-from attention_cases import CASES, HALF, UNTOUCHED, build, check, same_bits
+from attention_cases import CASES, FP8, HALF, UNTOUCHED, build, check, same_bits
 
 import litevllm.kernels.paged_attention as triton_kernels
 from litevllm.kernels.paged_attention import Tiles, launch_attention
@@ -17,12 +17,12 @@ tools.install()
 
 def with_tiles(*tiles):
     "`unified_attention` with these tiles in place of the chosen ones"
-    def attention(q, k, v, out, starts, max_q, seq_lens, max_k, scale, window_size, block_table, softcap):
-        launch_attention(Tiles(*tiles), q, k, v, out, starts, seq_lens, scale, window_size, block_table, softcap)
+    def attention(q, k, v, out, starts, max_q, seq_lens, max_k, scale, window_size, block_table, softcap, **scales):
+        launch_attention(Tiles(*tiles), q, k, v, out, starts, seq_lens, scale, window_size, block_table, softcap, **scales)
     return attention
 
 
-@pytest.mark.parametrize("case", CASES + HALF, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES + HALF + FP8, ids=lambda c: c.name)
 def test_case_with_the_tiles_it_would_get(case): check(triton_kernels, case)
 
 

@@ -1,0 +1,128 @@
+"""The fused Triton kernels: numerics and planted bugs in the interpreter (a process of its own), and the code the compiler makes for GPUs that are not there."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from aot_tools import SHARED_LIMIT, TRITON_TYPE, compile_kernel, count, source
+
+import litevllm.kernels.fused as K
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCHS = [80, 90, 100, "gfx942"]
+LIMIT = {100: 227 * 1024} | SHARED_LIMIT
+FP8 = "*fp8e4nv"
+
+
+def run(*args, timeout):
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+    print(done.stdout[-6000:], done.stderr[-3000:])
+    return done
+
+
+def test_in_the_interpreter():
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/interp/fused_checks.py", timeout=600)
+    assert done.returncode == 0
+    passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
+    assert passed >= 60 and not re.search("skipped|deselected|xfail", done.stdout), done.stdout[-500:]
+
+
+def test_planted_bugs_are_found():
+    done = run("tests/interp/fused_planted_bugs.py", timeout=600)
+    assert done.returncode == 0
+    assert re.search(r"(\d+) of \1 planted bugs found", done.stdout)
+
+
+# --- code for GPUs: each with the elements of a tile, by which the launcher chooses its warps
+
+def norm(dtype, size, heads=1):
+    tile, p = K.norm_tile(size), TRITON_TYPE[dtype]
+    types = dict(x_ptr=p, out_ptr=p, weight_ptr=p, num_rows="i32", eps="fp32")
+    return source(K.norm_kernel, types, dict(HEADS=heads, **tile)), tile["ROWS"] * tile["BLOCK"]
+
+
+def add_norm(dtype, size):
+    tile, p = K.norm_tile(size), TRITON_TYPE[dtype]
+    types = dict(x_ptr=p, residual_ptr=p, weight_ptr=p, num_rows="i32", eps="fp32")
+    return source(K.add_norm_kernel, types, tile), tile["ROWS"] * tile["BLOCK"]
+
+
+def silu(dtype, size):
+    return source(K.silu_kernel, dict(x_ptr=TRITON_TYPE[dtype], out_ptr=TRITON_TYPE[dtype]), dict(SIZE=size, BLOCK=1024)), 1024
+
+
+def rope(dtype, heads, kv_heads, head_size):
+    p, tile = TRITON_TYPE[dtype], K.rope_tile(heads, kv_heads, head_size)
+    types = dict(position_ptr="*i64", query_ptr=p, key_ptr=p, table_ptr=p)
+    return source(K.rope_kernel, types, tile), tile["BLOCK_H"] * tile["HALF_PAD"]
+
+
+def rope_cache(dtype, heads, kv_heads, head_size, cache=None):
+    p, tile = TRITON_TYPE[dtype], K.rope_tile(heads, kv_heads, head_size)
+    types = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "table_ptr"), p) | dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), cache or p)
+    types |= dict(position_ptr="*i64", slot_ptr="*i64", num_slots="i32", k_scale="fp32", v_scale="fp32")
+    return source(K.rope_cache_kernel, types, tile | dict(BLOCK_SIZE=16)), tile["BLOCK_H"] * tile["HALF_PAD"]
+
+
+KERNELS = {  # shapes of models: Llama-3 8B and 70B, Qwen3 0.6B, SmolLM2 135M, OPT has none of these
+    "norm, 4096": lambda: norm("bfloat16", 4096),
+    "norm, 8192 in float32": lambda: norm("float32", 8192),
+    "norm of heads of 128": lambda: norm("bfloat16", 128, 16),
+    "norm of a sum, 1024": lambda: add_norm("float16", 1024),
+    "norm of a sum, 576": lambda: add_norm("bfloat16", 576),
+    "norm of a sum, 8192": lambda: add_norm("bfloat16", 8192),
+    "silu, 14336": lambda: silu("bfloat16", 14336),
+    "silu, 1536 in float32": lambda: silu("float32", 1536),
+    "rotation, 32 and 8 heads of 128": lambda: rope("bfloat16", 32, 8, 128),
+    "rotation, 9 and 3 heads of 64": lambda: rope("float16", 9, 3, 64),
+    "rotation and write, 32 and 8 heads of 128": lambda: rope_cache("bfloat16", 32, 8, 128),
+    "rotation and write, 9 and 3 heads of 64 in float32": lambda: rope_cache("float32", 9, 3, 64),
+    "rotation and write, 16 and 8 heads of 128, fp8": lambda: rope_cache("bfloat16", 16, 8, 128, FP8),
+    "rotation and write, 4 and 4 heads of 80, fp8": lambda: rope_cache("float16", 4, 4, 80, FP8),
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    "Every kernel is really compiled: triton's cache starts empty"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_code(name, arch):
+    "No stack, no spill, the chip's shared memory, 16 bytes a load. An fp8 cache on sm_80 is what the compiler refuses and the launcher too"
+    src, elements = KERNELS[name]()
+    warps = K.warps_for(elements, 64 if arch == "gfx942" else 32)
+    if arch == 80 and "fp8" in name:
+        with pytest.raises(Exception, match="fp8e4nv|float8|CompilationError"): compile_kernel(src, arch, warps)
+        return
+    report = compile_kernel(src, arch, warps)
+    ops = report["opcodes"]
+    print(arch, name, {k: v for k, v in report.items() if k != "opcodes"}, {op: n for op, n in ops.items() if op.startswith(("LDG", "STG", "global_"))})
+    assert report["spills"] == 0 and report["stack"] == 0 and report["shared"] <= LIMIT[arch]
+    wide = count(ops, "global_load_dwordx4") + count(ops, "buffer_load_dwordx4") if arch == "gfx942" else sum(n for op, n in ops.items() if op.startswith("LDG") and op.endswith(".128"))
+    assert wide > 0, "no loads of 16 bytes"
+    assert count(ops, "LDL") == count(ops, "STL") == 0
+
+
+def test_the_gate_can_fail():
+    "A row of 8192 on one warp is 256 numbers a thread: it spills, and the report says so"
+    src, _ = norm("float32", 8192)
+    report = compile_kernel(src, 90, 1)
+    assert report["spills"] > 0
+
+
+# --- refusals that need no interpreter
+
+def test_without_a_gpu_and_without_the_interpreter_the_error_says_what_to_do():
+    x, w, pos, table = torch.zeros(2, 32), torch.ones(32), torch.zeros(2, dtype=torch.int64), torch.zeros(4, 16)
+    pool = torch.zeros(2, 4, 2, 16)
+    for call in (lambda: K.rms_norm(x, w, 1e-6), lambda: K.fused_add_rms_norm(x, x.clone(), w, 1e-6), lambda: K.silu_and_mul(x),
+                 lambda: K.rotary_embedding(pos, x, x.clone(), 16, table),
+                 lambda: K.rope_and_cache(pos, x, x.clone(), x.clone(), 16, table, pool, pool.clone(), pos)):
+        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"): call()
