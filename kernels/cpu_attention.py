@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['FAST', 'TILE', 'QUERY_ROWS', 'F32', 'SMALL', 'LOWEST', 'IN3', 'POOL', 'I32', 'I64', 'ARGS', 'num_workers', 'exp2',
-           'tanh', 'write_tokens', 'score_tile', 'weigh_tile', 'add_values', 'look_up', 'attend_item', 'attend_worker',
-           'attend_batch', 'as_pool', 'as_array', 'reshape_and_cache_flash', 'unified_attention']
+           'tanh', 'write_tokens', 'score_three', 'score_one', 'largest', 'weigh', 'add_three', 'add_one', 'load_tile',
+           'attend_tile', 'attend_item', 'attend_worker', 'attend_batch', 'as_pool', 'as_array',
+           'reshape_and_cache_flash', 'zero_blocks', 'unified_attention']
 
 # %% ../nbs/05b_cpu_attention.ipynb #faf18151
 import math
@@ -76,103 +77,178 @@ def write_tokens(key, value, key_pool, value_pool, slots):
 
 # %% ../nbs/05b_cpu_attention.ipynb #196fa1af
 @njit(fastmath=FAST, forceinline=True, cache=True)
-def score_tile(score, q, i, k_pool, place, width, h):
-    "score[j] = q[i] . key at place[j], for j < width (a multiple of 4)"
+def score_three(score, q, i, k, width):
+    "score[r, j] = q[r] . k[j], for the three rows from i on and j < width (a multiple of 4)"
+    x, y, z = q[i], q[i + 1], q[i + 2]
     for j in range(0, width, 4):
-        a, b, c, e = place[j], place[j + 1], place[j + 2], place[j + 3]
-        s0 = s1 = s2 = s3 = F32(0)
-        for d in range(q.shape[1]):
-            x = q[i, d]
-            s0 += x * k_pool[a, h, d]
-            s1 += x * k_pool[b, h, d]
-            s2 += x * k_pool[c, h, d]
-            s3 += x * k_pool[e, h, d]
-        score[j], score[j + 1], score[j + 2], score[j + 3] = s0, s1, s2, s3
+        a, b, c, e = k[j], k[j + 1], k[j + 2], k[j + 3]
+        x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = z0 = z1 = z2 = z3 = F32(0)
+        for d in range(len(x)):
+            k0, k1, k2, k3 = a[d], b[d], c[d], e[d]
+            x0 += x[d] * k0
+            x1 += x[d] * k1
+            x2 += x[d] * k2
+            x3 += x[d] * k3
+            y0 += y[d] * k0
+            y1 += y[d] * k1
+            y2 += y[d] * k2
+            y3 += y[d] * k3
+            z0 += z[d] * k0
+            z1 += z[d] * k1
+            z2 += z[d] * k2
+            z3 += z[d] * k3
+        score[i, j], score[i, j + 1], score[i, j + 2], score[i, j + 3] = x0, x1, x2, x3
+        score[i + 1, j], score[i + 1, j + 1], score[i + 1, j + 2], score[i + 1, j + 3] = y0, y1, y2, y3
+        score[i + 2, j], score[i + 2, j + 1], score[i + 2, j + 2], score[i + 2, j + 3] = z0, z1, z2, z3
+
+@njit(fastmath=FAST, forceinline=True, cache=True)
+def score_one(score, q, i, k, width):
+    "The same for row i alone"
+    x = q[i]
+    for j in range(0, width, 4):
+        a, b, c, e = k[j], k[j + 1], k[j + 2], k[j + 3]
+        x0 = x1 = x2 = x3 = F32(0)
+        for d in range(len(x)):
+            x0 += x[d] * a[d]
+            x1 += x[d] * b[d]
+            x2 += x[d] * c[d]
+            x3 += x[d] * e[d]
+        score[i, j], score[i, j + 1], score[i, j + 2], score[i, j + 3] = x0, x1, x2, x3
 
 # %% ../nbs/05b_cpu_attention.ipynb #237a8887
 @njit(fastmath=FAST, forceinline=True, cache=True)
-def weigh_tile(score, width, first, last, m, l, acc, i):
+def largest(score, first, last, top):
+    "The largest of top and score[first:last]"
+    a = b = c = e = top
+    fours = first + (last - first) // 4 * 4
+    for j in range(first, fours, 4):  # four maxima: each of them waits only for itself
+        a, b = score[j] if score[j] > a else a, score[j + 1] if score[j + 1] > b else b
+        c, e = score[j + 2] if score[j + 2] > c else c, score[j + 3] if score[j + 3] > e else e
+    for j in range(fours, last): a = score[j] if score[j] > a else a
+    a, c = a if a > b else b, c if c > e else e
+    return a if a > c else c
+
+@njit(fastmath=FAST, forceinline=True, cache=True)
+def weigh(score, width, first, last, m, l, acc, i):
     "Turn score[:width] into weights; update the running maximum m[i] and sum l[i], rescale acc[i] where the maximum grew"
-    top = m[i]
-    for j in range(first, last): top = max(top, score[j])
+    top = largest(score, first, last, m[i])
     if top > m[i]:
         shrink = exp2(m[i] - top)
         m[i] = top
         l[i] *= shrink
-        for d in range(acc.shape[1]): acc[i, d] *= shrink
-    total = F32(0)
-    for j in range(width):
-        score[j] = exp2(score[j] - top) if first <= j < last else F32(0)
-        total += score[j]
+        row = acc[i]
+        for d in range(len(row)): row[d] *= shrink
+    score[:first] = F32(0)
+    score[last:width] = F32(0)
+    seen, total = score[first:last], F32(0)
+    for j in range(len(seen)):
+        seen[j] = exp2(seen[j] - top)
+        total += seen[j]
     l[i] += total
 
 # %% ../nbs/05b_cpu_attention.ipynb #472bf47a
 @njit(fastmath=FAST, forceinline=True, cache=True)
-def add_values(acc, i, weight, v_pool, place, width, h):
-    "acc[i] += sum over j < width of weight[j] * value at place[j]"
+def add_three(acc, i, weight, v, width):
+    "acc[r] += sum over j < width of weight[r, j] * v[j], for the three rows from i on"
+    x, y, z = acc[i], acc[i + 1], acc[i + 2]
+    wx, wy, wz = weight[i], weight[i + 1], weight[i + 2]
+    for j in range(0, width, 2):
+        a, b = v[j], v[j + 1]
+        x0, x1, y0, y1, z0, z1 = wx[j], wx[j + 1], wy[j], wy[j + 1], wz[j], wz[j + 1]
+        for d in range(len(x)):
+            v0, v1 = a[d], b[d]
+            x[d] += x0 * v0 + x1 * v1
+            y[d] += y0 * v0 + y1 * v1
+            z[d] += z0 * v0 + z1 * v1
+
+@njit(fastmath=FAST, forceinline=True, cache=True)
+def add_one(acc, i, weight, v, width):
+    "The same for row i alone"
+    x, w = acc[i], weight[i]
     for j in range(0, width, 4):
-        a, b, c, e = place[j], place[j + 1], place[j + 2], place[j + 3]
-        w0, w1, w2, w3 = weight[j], weight[j + 1], weight[j + 2], weight[j + 3]
-        for d in range(acc.shape[1]):
-            acc[i, d] += w0 * v_pool[a, h, d] + w1 * v_pool[b, h, d] + w2 * v_pool[c, h, d] + w3 * v_pool[e, h, d]
+        a, b, c, e = v[j], v[j + 1], v[j + 2], v[j + 3]
+        w0, w1, w2, w3 = w[j], w[j + 1], w[j + 2], w[j + 3]
+        for d in range(len(x)): x[d] += w0 * a[d] + w1 * b[d] + w2 * c[d] + w3 * e[d]
 
 # %% ../nbs/05b_cpu_attention.ipynb #49e2adc3
 @njit(cache=True)
-def look_up(place, table, r, k0, end, block_size):
-    "place[j] = pool index of position k0 + j of request r, up to a multiple of 4; behind `end` the last live one again. Returns the width"
-    width = (min(len(place), end - k0) + 3) // 4 * 4
-    for j in range(width):
-        pos = min(k0 + j, end - 1)
-        place[j] = np.int64(table[r, pos // block_size]) * block_size + pos % block_size  # 64 bits: a pool can pass 2**31 elements
+def load_tile(k, v, k_pool, v_pool, table, r, k0, end, block_size, h0, h1):
+    "k[h, j], v[h, j] = key and value of position k0 + j of request r, zeros behind `end`; returns the width, a multiple of four"
+    live = min(k.shape[1], end - k0)
+    page, offset = k0 // block_size, k0 % block_size
+    base = np.int64(table[r, page]) * block_size  # 64 bits: a pool can pass 2**31 elements
+    for j in range(live):
+        if offset == block_size:
+            page, offset = page + 1, 0
+            base = np.int64(table[r, page]) * block_size
+        for h in range(h0, h1):
+            key, value, key_to, value_to = k_pool[base + offset, h], v_pool[base + offset, h], k[h, j], v[h, j]
+            for d in range(len(key)): key_to[d], value_to[d] = key[d], value[d]
+        offset += 1
+    width = (live + 3) // 4 * 4
+    k[h0:h1, live:width] = F32(0)
+    v[h0:h1, live:width] = F32(0)
     return width
 
 # %% ../nbs/05b_cpu_attention.ipynb #68063412
-@njit(fastmath=FAST, cache=True)
-def attend_item(scratch, place, q, k_pool, v_pool, row0, rows, first_pos, h, table, r, block_size, window, cap):
-    "Attention of `rows` query rows; the first token is row `row0` of q, at position `first_pos`. Leaves acc and l in `scratch`"
-    query, acc, m, l, score = scratch
-    group = q.shape[1] // k_pool.shape[1]
-    end = first_pos + (rows + group - 1) // group  # behind the last position any row may see
-    start = max(0, first_pos - window + 1) if window > 0 else 0
-    for k0 in range(start, end, TILE):
-        width = look_up(place, table, r, k0, end, block_size)
-        for i in range(rows):
-            pos = first_pos + i // group - k0  # this row's own place, counted within the tile
-            first = max(0, pos - window + 1) if window > 0 else 0
-            last = min(width, pos + 1)
-            if first >= last: continue
-            score_tile(score, query, i, k_pool, place, width, h)
+@njit(fastmath=FAST, forceinline=True, cache=True)
+def attend_tile(score, query, acc, m, l, rows, group, k, v, width, first_pos, window, cap):
+    "Rows of one key head meet one tile; the first token is at position `first_pos`, counted from the tile's first key"
+    threes = rows // 3 * 3
+    for i in range(0, threes, 3): score_three(score, query, i, k, width)
+    for i in range(threes, rows): score_one(score, query, i, k, width)
+    for i in range(rows):
+        row, pos = score[i], first_pos + i // group
+        first = max(0, pos - window + 1) if window > 0 else 0
+        last = min(width, pos + 1)
+        if first >= last: row[:width] = F32(0)
+        else:
             if cap > 0:
-                for j in range(width): score[j] = cap * tanh(score[j])
-            weigh_tile(score, width, first, last, m, l, acc, i)
-            add_values(acc, i, score, v_pool, place, width, h)
+                for j in range(width): row[j] = cap * tanh(row[j])
+            weigh(row, width, first, last, m, l, acc, i)
+    for i in range(0, threes, 3): add_three(acc, i, score, v, width)
+    for i in range(threes, rows): add_one(acc, i, score, v, width)
 
 # %% ../nbs/05b_cpu_attention.ipynb #9f7c9845
+@njit(fastmath=FAST, cache=True)
+def attend_item(scratch, q, k_pool, v_pool, out, row0, n, first_pos, h0, h1, table, r, block_size, scale, window, cap):
+    "Attention of n tokens of request r, the first of which is row `row0` of q and out, at position `first_pos`"
+    query, acc, m, l, score, k, v = scratch
+    group = q.shape[1] // k_pool.shape[1]
+    rows, end = n * group, first_pos + n  # end: behind the last position any row may see
+    for h in range(h0, h1):
+        for i in range(rows):
+            m[h, i], l[h, i], acc[h, i] = LOWEST, F32(0), F32(0)
+            for d in range(q.shape[2]): query[h, i, d] = q[row0 + i // group, h * group + i % group, d] * scale
+    for k0 in range(max(0, first_pos - window + 1) if window > 0 else 0, end, TILE):
+        width = load_tile(k, v, k_pool, v_pool, table, r, k0, end, block_size, h0, h1)
+        for h in range(h0, h1):
+            attend_tile(score, query[h], acc[h], m[h], l[h], rows, group, k[h], v[h], width, first_pos - k0, window, cap)
+    for h in range(h0, h1):
+        for i in range(rows):
+            part = F32(1) / l[h, i] if l[h, i] > 0 else F32(0)  # a row that saw no key gives zeros
+            for d in range(q.shape[2]): out[row0 + i // group, h * group + i % group, d] = acc[h, i, d] * part
+
+# %% ../nbs/05b_cpu_attention.ipynb #f5f1a95e
 ARGS = (IN3, POOL, POOL, IN3, I32, I32, numba.int32[:, :], numba.int64, numba.float32, numba.int64, numba.float32)
 
 @njit(numba.void(numba.int64, numba.int64, *ARGS), fastmath=FAST, cache=True)
 def attend_worker(worker, workers, q, k_pool, v_pool, out, starts, seq_lens, table, block_size, scale, window, cap):
     "Every `workers`-th item of the batch. `scale` multiplies q; a positive `cap` then gives scores cap * tanh(q.k)"
-    head_dim, group = q.shape[2], q.shape[1] // k_pool.shape[1]
-    tokens = max(1, QUERY_ROWS // group)  # query tokens an item covers
-    query, acc = np.empty((tokens * group, head_dim), F32), np.empty((tokens * group, head_dim), F32)
-    m, l, score = np.empty(tokens * group, F32), np.empty(tokens * group, F32), np.empty(TILE, F32)
-    place, item = np.empty(TILE, np.int64), 0
+    kv_heads, head_dim = k_pool.shape[1], q.shape[2]
+    tokens = max(1, QUERY_ROWS // (q.shape[1] // kv_heads))  # query tokens an item covers
+    rows = tokens * (q.shape[1] // kv_heads)
+    scratch = (np.empty((kv_heads, rows, head_dim), F32), np.empty((kv_heads, rows, head_dim), F32), np.empty((kv_heads, rows), F32),
+               np.empty((kv_heads, rows), F32), np.empty((rows, TILE), F32), np.empty((kv_heads, TILE, head_dim), F32), np.empty((kv_heads, TILE, head_dim), F32))
+    item, heads = 0, kv_heads if len(seq_lens) >= 2 * workers else 1
     for r in range(len(seq_lens)):
         n = starts[r + 1] - starts[r]
         for t0 in range(0, n, tokens):
-            row0, rows = starts[r] + t0, min(tokens, n - t0) * group
-            for h in range(k_pool.shape[1]):
+            for h in range(0, kv_heads, heads):
                 item += 1
-                if item % workers != worker: continue
-                for i in range(rows):
-                    m[i], l[i], acc[i] = LOWEST, F32(0), F32(0)
-                    for d in range(head_dim): query[i, d] = q[row0 + i // group, h * group + i % group, d] * scale
-                attend_item((query, acc, m, l, score), place, q, k_pool, v_pool, row0, rows, seq_lens[r] - n + t0, h, table, r,
-                            block_size, window, cap)
-                for i in range(rows):
-                    part = F32(1) / l[i] if l[i] > 0 else F32(0)  # a row that saw no key gives zeros
-                    for d in range(head_dim): out[row0 + i // group, h * group + i % group, d] = acc[i, d] * part
+                if item % workers == worker:
+                    attend_item(scratch, q, k_pool, v_pool, out, starts[r] + t0, min(tokens, n - t0), seq_lens[r] - n + t0, h, h + heads, table, r,
+                                block_size, scale, window, cap)
 
 # %% ../nbs/05b_cpu_attention.ipynb #24b356f6
 @njit(numba.void(numba.int64, *ARGS), parallel=True, cache=True)
@@ -187,10 +263,11 @@ def as_pool(cache: torch.Tensor) -> np.ndarray:
     if cache.dtype != torch.float32 or not cache.is_contiguous():
         gaps = "" if cache.is_contiguous() else " with gaps"
         raise ValueError(f"the CPU backend keeps keys and values in a contiguous float32 pool, got {cache.dtype}{gaps}")
-    return cache.detach().view(-1, *cache.shape[2:]).numpy()
+    return cache.detach().numpy().reshape(-1, *cache.shape[2:])
 
 def as_array(x: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     "x as a numpy view, or as a converted copy where its dtype differs"
+    if x.dtype == dtype and not x.requires_grad: return x.numpy()  # the usual case, without two calls into torch
     return x.detach().to(dtype).numpy()
 
 # %% ../nbs/05b_cpu_attention.ipynb #0a160433
@@ -210,6 +287,14 @@ def reshape_and_cache_flash(
     check_write_args(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
     f32 = torch.float32
     write_tokens(as_array(key, f32), as_array(value, f32), as_pool(key_cache), as_pool(value_cache), as_array(slot_mapping, torch.int64))
+
+# %% ../nbs/05b_cpu_attention.ipynb #48ce1459
+def zero_blocks(
+    kv_caches: list[torch.Tensor],  # each layer's pool [2, num_blocks, ...]
+    block_ids: torch.Tensor | list[int],
+) -> None:
+    "Clear these blocks, keys and values, in every pool."
+    for cache in kv_caches: cache[:, block_ids] = 0
 
 # %% ../nbs/05b_cpu_attention.ipynb #89e1058e
 def unified_attention(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FLAT', 'I64', 'TABLE', 'INTS', 'ROPE', 'MATRIX', 'FEW_ROWS', 'flat', 'norm_rows', 'norm_batch', 'rms_norm',
            'add_norm_rows', 'add_norm_batch', 'fused_add_rms_norm', 'silu_rows', 'silu_batch', 'silu_and_mul', 'turn',
-           'turn_tokens', 'turn_and_store', 'turn_and_store_batch', 'rotary_embedding', 'rope_and_cache', 'one_by_four',
-           'product_rows', 'product_batch', 'skinny_linear', 'make_linear']
+           'turn_tokens', 'turn_and_store', 'turn_and_store_batch', 'rotary_embedding', 'rope_and_cache', 'dot_three',
+           'dot_one', 'product_rows', 'product_batch', 'skinny_linear', 'make_linear']
 
 # %% ../nbs/05d_cpu_ops.ipynb #aefd8906
 import math
@@ -26,9 +26,10 @@ def flat(x: torch.Tensor) -> np.ndarray:
     "A float32 tensor with a dense last dimension as one flat view, from its first number to its last; ValueError for another."
     if x.dtype != torch.float32 or x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"the CPU operations take float32 with a dense last dimension, got {x.dtype} with strides {x.stride()}")
-    if x.is_contiguous(): return x.detach().view(-1).numpy()
+    if x.requires_grad: x = x.detach()
+    if x.is_contiguous(): return x.numpy().reshape(-1)
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
-    return x.detach().as_strided((span,), (1,)).numpy()
+    return x.as_strided((span,), (1,)).numpy()
 
 # %% ../nbs/05d_cpu_ops.ipynb #2199594a
 @njit(numba.void(I64, I64, I64, FLAT, I64, I64, FLAT, numba.float32, FLAT), fastmath=FAST, cache=True)
@@ -37,11 +38,12 @@ def norm_rows(begin, end, inner, x, outer_stride, inner_stride, weight, eps, out
     n = len(weight)
     part = F32(1) / F32(n)
     for r in range(begin, end):
-        at, to = r // inner * outer_stride + r % inner * inner_stride, r * n
+        at = r // inner * outer_stride + r % inner * inner_stride
+        row, to = x[at:at + n], out[r * n:r * n + n]
         total = F32(0)
-        for i in range(n): total += x[at + i] * x[at + i]
+        for i in range(n): total += row[i] * row[i]
         scale = F32(1) / math.sqrt(total * part + eps)
-        for i in range(n): out[to + i] = x[at + i] * scale * weight[i]
+        for i in range(n): to[i] = row[i] * scale * weight[i]
 
 @njit(numba.void(I64, I64, I64, FLAT, I64, I64, FLAT, numba.float32, FLAT), parallel=True, cache=True)
 def norm_batch(workers, rows, inner, x, outer_stride, inner_stride, weight, eps, out):
@@ -70,14 +72,14 @@ def add_norm_rows(begin, end, x, x_stride, residual, residual_stride, weight, ep
     n = len(weight)
     part = F32(1) / F32(n)
     for r in range(begin, end):
-        at, to = r * x_stride, r * residual_stride
+        row, stream = x[r * x_stride:r * x_stride + n], residual[r * residual_stride:r * residual_stride + n]
         total = F32(0)
         for i in range(n):
-            s = residual[to + i] + x[at + i]
-            residual[to + i] = s
+            s = stream[i] + row[i]
+            stream[i] = s
             total += s * s
         scale = F32(1) / math.sqrt(total * part + eps)
-        for i in range(n): x[at + i] = residual[to + i] * scale * weight[i]
+        for i in range(n): row[i] = stream[i] * scale * weight[i]
 
 @njit(numba.void(I64, I64, FLAT, I64, FLAT, I64, FLAT, numba.float32), parallel=True, cache=True)
 def add_norm_batch(workers, rows, x, x_stride, residual, residual_stride, weight, eps):
@@ -94,15 +96,15 @@ def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Te
     else: add_norm_batch(workers, len(x), *args)
 
 # %% ../nbs/05d_cpu_ops.ipynb #98303d77
-@njit(numba.void(I64, I64, I64, FLAT, I64, FLAT), fastmath=FAST, cache=True)
+@njit(numba.void(I64, I64, I64, FLAT, I64, FLAT), fastmath=FAST, error_model="numpy", cache=True)  # divide without asking whether by zero
 def silu_rows(begin, end, n, x, stride, out):
     "out[r, i] = silu(x[r, i]) * x[r, n + i], for begin <= r < end and i < n"
     for r in range(begin, end):
-        at, to = r * stride, r * n
+        gate, up, to = x[r * stride:r * stride + n], x[r * stride + n:r * stride + 2 * n], out[r * n:r * n + n]
         for i in range(n):
-            g = x[at + i]
+            g = gate[i]
             t = exp2(abs(g) * F32(-1.4426950408889634))  # log2(e)
-            out[to + i] = g * (F32(1) if g > 0 else t) / (F32(1) + t) * x[at + n + i]
+            to[i] = g * (F32(1) if g > F32(0) else t) / (F32(1) + t) * up[i]
 
 @njit(numba.void(I64, I64, I64, FLAT, I64, FLAT), parallel=True, cache=True)
 def silu_batch(workers, rows, n, x, stride, out):
@@ -127,12 +129,14 @@ TABLE, INTS = numba.float32[:, ::1], numba.int64[::1]
 @njit(fastmath=FAST, forceinline=True, cache=True)
 def turn(x, at, out, to, heads, half, table, position):
     "Rotate `heads` heads of 2 * half numbers from x[at:] into out[to:], which may be the same place"
+    cos, sin = table[position, :half], table[position, half:]
     for h in range(heads):
         a, b = at + 2 * h * half, to + 2 * h * half
+        left, right, out_left, out_right = x[a:a + half], x[a + half:a + 2 * half], out[b:b + half], out[b + half:b + 2 * half]
         for i in range(half):
-            c, s, left, right = table[position, i], table[position, half + i], x[a + i], x[a + half + i]
-            out[b + i] = left * c - right * s
-            out[b + half + i] = right * c + left * s
+            c, s, one, other = cos[i], sin[i], left[i], right[i]
+            out_left[i] = one * c - other * s
+            out_right[i] = other * c + one * s
 
 @njit(numba.void(INTS, FLAT, I64, I64, FLAT, I64, I64, I64, TABLE), fastmath=FAST, cache=True)
 def turn_tokens(positions, query, q_stride, q_heads, key, k_stride, k_heads, half, table):
@@ -152,7 +156,7 @@ def turn_and_store(begin, end, positions, query, q_stride, q_heads, key, k_strid
         turn(query, t * q_stride, query, t * q_stride, q_heads, half, table, positions[t])
         if t >= len(slots) or slots[t] < 0: continue
         turn(key, t * k_stride, key_pool, slots[t] * width, k_heads, half, table, positions[t])
-        for i in range(width): value_pool[slots[t] * width + i] = value[t * v_stride + i]
+        value_pool[slots[t] * width:slots[t] * width + width] = value[t * v_stride:t * v_stride + width]
 
 @njit(numba.void(I64, I64, *ROPE), parallel=True, cache=True)
 def turn_and_store_batch(workers, tokens, positions, query, q_stride, q_heads, key, k_stride, value, v_stride, k_heads, half, table, key_pool, value_pool, slots):
@@ -202,53 +206,57 @@ def rope_and_cache(
 MATRIX = numba.float32[:, ::1]
 
 @njit(fastmath=FAST, forceinline=True, cache=True)
-def one_by_four(x, m, w, n, out):
-    "out[m, n:n + 4], one row of x and four of w"
-    s0 = s1 = s2 = s3 = F32(0)
-    for k in range(w.shape[1]):
-        a = x[m, k]
-        s0 += a * w[n, k]
-        s1 += a * w[n + 1, k]
-        s2 += a * w[n + 2, k]
-        s3 += a * w[n + 3, k]
-    out[m, n], out[m, n + 1], out[m, n + 2], out[m, n + 3] = s0, s1, s2, s3
+def dot_three(x, m, row, out, n):
+    "out[r, n] = x[r] . row, for the three rows from m on"
+    a, b, c = x[m], x[m + 1], x[m + 2]
+    s = t = u = F32(0)
+    for k in range(len(row)):
+        w = row[k]
+        s += a[k] * w
+        t += b[k] * w
+        u += c[k] * w
+    out[m, n], out[m + 1, n], out[m + 2, n] = s, t, u
 
+@njit(fastmath=FAST, forceinline=True, cache=True)
+def dot_one(x, m, row, out, n):
+    "The same for row m alone"
+    a, s = x[m], F32(0)
+    for k in range(len(row)): s += a[k] * row[k]
+    out[m, n] = s
+
+# %% ../nbs/05d_cpu_ops.ipynb #e2407d9a
 @njit(numba.void(I64, I64, MATRIX, MATRIX, MATRIX), fastmath=FAST, cache=True)
 def product_rows(begin, end, x, w, out):
     "out[:, n] = x . w[n] for begin <= n < end"
-    for n in range(begin, end - 3, 4):
-        for m in range(len(x)): one_by_four(x, m, w, n, out)
-    for n in range(end - (end - begin) % 4, end):
-        for m in range(len(x)):
-            s = F32(0)
-            for k in range(w.shape[1]): s += x[m, k] * w[n, k]
-            out[m, n] = s
+    threes = len(x) // 3 * 3
+    for n in range(begin, end):
+        row = w[n]
+        for m in range(0, threes, 3): dot_three(x, m, row, out, n)
+        for m in range(threes, len(x)): dot_one(x, m, row, out, n)
 
 @njit(numba.void(I64, MATRIX, MATRIX, MATRIX), parallel=True, cache=True)
 def product_batch(workers, x, w, out):
-    "The whole product, each worker a share of w's rows, in fours"
-    fours = (len(w) + 3) // 4
-    for i in prange(workers): product_rows(fours * i // workers * 4, min(len(w), fours * (i + 1) // workers * 4), x, w, out)
+    "The whole product, each worker a share of w's rows"
+    for i in prange(workers): product_rows(len(w) * i // workers, len(w) * (i + 1) // workers, x, w, out)
 
-# %% ../nbs/05d_cpu_ops.ipynb #e2407d9a
+# %% ../nbs/05d_cpu_ops.ipynb #056f9e64
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "x W^T + b for few rows: float32 [rows, n_in] and [n_out, n_in], both contiguous, -> [rows, n_out]."
     out = torch.empty((len(x), len(weight)), dtype=torch.float32)
-    args = [as_array(t, torch.float32) for t in (x, weight, out)]
+    args = as_array(x, torch.float32), as_array(weight, torch.float32), out.numpy()
     workers = num_workers(weight.numel())
     if workers == 1: product_rows(0, len(weight), *args)
     else: product_batch(workers, *args)
     return out if bias is None else out.add_(bias)
 
-# %% ../nbs/05d_cpu_ops.ipynb #056f9e64
-FEW_ROWS = 2  # up to so many rows the loop above is faster than oneDNN's kernel
+# %% ../nbs/05d_cpu_ops.ipynb #fc89414e
+FEW_ROWS = 6  # up to so many rows the loop above is faster than oneDNN's kernel
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """The product with this weight as a function of x [rows, n_in]. Holds a second copy of the weight, packed as oneDNN wants it.
 
     weight float32 [n_out, n_in], bias [n_out] or None; neither may change afterwards."""
-    if not torch.backends.mkldnn.is_available(): packed = None
-    else: packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach()) if torch.backends.mkldnn.is_available() else None
     def linear(x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= FEW_ROWS: return skinny_linear(x, weight, bias)
         if packed is None: return torch.nn.functional.linear(x, weight, bias)

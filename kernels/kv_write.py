@@ -147,10 +147,9 @@ def zero_kernel(region_ptr, block_ptr, ELEMENT: tl.constexpr, CHUNK: tl.constexp
     "Clear one block in one region. Grid (blocks, regions); `region_ptr` has rows of (address, bytes between blocks, bytes of a block)"
     region = region_ptr + tl.program_id(1) * 3
     block = tl.load(block_ptr + tl.program_id(0)).to(tl.int64)
-    start, size = tl.load(region) + block * tl.load(region + 1), tl.load(region + 2)
+    to, size = (tl.load(region) + block * tl.load(region + 1)).to(tl.pointer_type(ELEMENT)), tl.load(region + 2)
     if ELEMENT == tl.int32:  # everything is a multiple of 16 bytes: one instruction may store as many
-        start, size = tl.multiple_of(start, 16), tl.multiple_of(size // 4, 4)
-    to = start.to(tl.pointer_type(ELEMENT))
+        to, size = tl.multiple_of(to, 16), tl.multiple_of(size // 4, 4)
     for first in range(0, size, CHUNK):
         i = first + tl.arange(0, CHUNK)
         tl.store(to + i, tl.zeros([CHUNK], ELEMENT), mask=i < size)

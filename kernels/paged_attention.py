@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TILE_BYTES', 'MAX_SPLITS', 'SPLIT_KEYS', 'tanh', 'find_request', 'key_range', 'look_up', 'attend', 'attention_kernel',
            'reduce_kernel', 'Tiles', 'prefill_tiles', 'decode_tiles', 'num_splits', 'choose_tiles', 'launch_constants',
-           'device_shape', 'launch_attention', 'unified_attention']
+           'launch_options', 'device_shape', 'launch_attention', 'unified_attention']
 
 # %% ../nbs/05_paged_kv_kernels.ipynb #f65977f5
 import math
@@ -64,19 +64,18 @@ def key_range(first, seq_len, split, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexp
 
 # %% ../nbs/05_paged_kv_kernels.ipynb #de5da0c6
 @triton.jit
-def look_up(table_row, n0, oldest, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def look_up(table_row, n0, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     "The page of each of the BLOCK_N keys from position n0 on, int64; one load per page where pages and tiles fit into each other"
     if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one page
         page = tl.load(table_row + n0 // BLOCK_SIZE, mask=n0 < end, other=0).to(tl.int64)
         pages = tl.full([BLOCK_N], 0, tl.int64) + page
     elif BLOCK_N % BLOCK_SIZE == 0:  # the tile consists of whole pages
         i = n0 // BLOCK_SIZE + tl.arange(0, BLOCK_N // BLOCK_SIZE)
-        live = ((i + 1) * BLOCK_SIZE > oldest) & (i * BLOCK_SIZE < end)
-        page = tl.load(table_row + i, mask=live, other=0).to(tl.int64)
+        page = tl.load(table_row + i, mask=i * BLOCK_SIZE < end, other=0).to(tl.int64)
         pages = tl.reshape(tl.broadcast_to(page[:, None], [BLOCK_N // BLOCK_SIZE, BLOCK_SIZE]), [BLOCK_N])
     else:  # pages of 24: key by key
         n = n0 + tl.arange(0, BLOCK_N)
-        pages = tl.load(table_row + n // BLOCK_SIZE, mask=(n >= oldest) & (n < end), other=0).to(tl.int64)
+        pages = tl.load(table_row + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
     return pages
 
 # %% ../nbs/05_paged_kv_kernels.ipynb #8335ba71
@@ -84,12 +83,12 @@ def look_up(table_row, n0, oldest, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.co
 def attend(
     q, acc, m, l, pages, pos, k_base, v_base, table_row, first, last, oldest, end, scale, cap, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     "Take the tiles from `first` to `last` into (acc, m, l). `pages` belongs to the first tile; the next tile's is returned at the end"
     d = tl.arange(0, HEAD_PAD)
-    for n0 in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        ahead = look_up(table_row, n0 + BLOCK_N, oldest, end, BLOCK_SIZE, BLOCK_N)
+    for n0 in range(first, last, BLOCK_N):
+        ahead = look_up(table_row, n0 + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         n = n0 + tl.arange(0, BLOCK_N)
         k_at = k_base + (pages * k_stride_b + n % BLOCK_SIZE * k_stride_s)[None, :] + d[:, None]
         v_at = v_base + (pages * v_stride_b + n % BLOCK_SIZE * v_stride_s)[:, None] + d[None, :]
@@ -148,17 +147,17 @@ def attention_kernel(
     oldest, start, full, masked, end = key_range(context + t0, seq_len, split, BLOCK_Q, BLOCK_N, WINDOW, NUM_SPLITS)
     acc, m, l = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     k_base, v_base, table_row = k_cache_ptr + kv_head * k_stride_h, v_cache_ptr + kv_head * v_stride_h, table_ptr + request * table_stride
-    pages = look_up(table_row, start, oldest, end, BLOCK_SIZE, BLOCK_N)
+    pages = look_up(table_row, start, end, BLOCK_SIZE, BLOCK_N)
     if WINDOW > 0:  # tiles that the windows' old ends cut
         acc, m, l, pages = attend(
             q, acc, m, l, pages, context + t, k_base, v_base, table_row, start, full, oldest, end, scale, cap, k_stride_b, k_stride_s,
-            v_stride_b, v_stride_s, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True, 1)
+            v_stride_b, v_stride_s, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True)
     acc, m, l, pages = attend(
         q, acc, m, l, pages, context + t, k_base, v_base, table_row, full, masked, oldest, end, scale, cap, k_stride_b, k_stride_s,
-        v_stride_b, v_stride_s, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, False, None)
+        v_stride_b, v_stride_s, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, False)
     acc, m, l, pages = attend(
         q, acc, m, l, pages, context + t, k_base, v_base, table_row, masked, end, oldest, end, scale, cap, k_stride_b, k_stride_s,
-        v_stride_b, v_stride_s, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True, 1)
+        v_stride_b, v_stride_s, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True)
 
     if NUM_SPLITS > 1:
         part = (token * NUM_HEADS + head) * NUM_SPLITS + split
@@ -247,6 +246,11 @@ def launch_constants(tiles: Tiles, num_q_heads: int, num_kv_heads: int, head_dim
                 BLOCK_SIZE=block_size, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, WINDOW=window_size, SOFTCAP=softcap > 0,
                 NUM_SPLITS=tiles.num_splits)
 
+# %% ../nbs/05_paged_kv_kernels.ipynb #8cbe4ae8
+def launch_options(arch: int | str, tiles: Tiles) -> dict:
+    "How `attention_kernel` is compiled. NVIDIA's compiler is told that a thread may take all 255 registers, or it spills a few to fit more programs"
+    return dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True) | ({} if isinstance(arch, str) else {"maxnreg": 255})
+
 # %% ../nbs/05_paged_kv_kernels.ipynb #1208e52b
 def device_shape(device: torch.device) -> tuple[int | str, int]:
     "(arch, multiprocessors) of a device. The interpreter counts as one Hopper multiprocessor"
@@ -274,7 +278,7 @@ def launch_attention(tiles: Tiles, q, k_cache, v_cache, out, cu_seqlens_q, sequs
         out, part, part_m, part_l, q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q,
         float(scale), float(cap), float(v_scale), num_seqs, block_table.stride(0),
         *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        **const, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True)
+        **const, **launch_options(device_shape(q.device)[0], tiles))
     if tiles.num_splits > 1:
         reduce_kernel[(num_tokens, num_heads)](
             out, part, part_m, part_l, cu_seqlens_q, float(v_scale), num_seqs, *out.stride()[:2], NUM_HEADS=num_heads, HEAD_DIM=head_dim,

@@ -48,8 +48,9 @@ _ONE_VALUE = dict(
     ec_transfer_config=None, kv_sharing_fast_prefill=False, calculate_kv_scales=False, kv_cache_dtype_skip_layers=None,
     prefix_caching_hash_algo="sha256", disable_hybrid_kv_cache_manager=None, disable_sliding_window=False, enable_sleep_mode=False,
     enable_cumem_allocator=False, max_num_partial_prefills=1, max_long_partial_prefills=1, scheduler_reserve_full_isl=True, stream_interval=1,
-    attention_config=None, override_attention_dtype=None, ir_op_priority=None, kernel_config=None, linear_backend="auto", enable_flashinfer_autotune=None, optimization_level=2,
-    performance_mode="balanced", weight_transfer_config=None, additional_config=None, shutdown_timeout=0,
+    attention_config=None, override_attention_dtype=None, ir_op_priority=None, kernel_config=None, linear_backend="auto",
+    enable_flashinfer_autotune=None, optimization_level=2, performance_mode="balanced", weight_transfer_config=None, additional_config=None,
+    shutdown_timeout=0,
     # what is chosen
     logprobs_mode="raw_logprobs", use_fp64_gumbel=False, logits_processors=None, structured_outputs_config=None, reasoning_config=None,
     reasoning_parser="", reasoning_parser_plugin=None, override_generation_config=None, spec_method=None, spec_model=None, spec_tokens=None,

@@ -23,8 +23,7 @@ class PagedModel:
         for name, (heads, size) in get_kv_cache_spec(self.config).items():
             layer = self.config.compilation_config.static_forward_context[name]
             shape = layer.backend.get_kv_cache_shape(num_blocks, block_size, heads, size)
-            dtype = layer.backend.kv_cache_dtype(getattr(torch, self.config.model_config.dtype))
-            layer.kv_cache = torch.full(shape, float("nan"), dtype=dtype)
+            layer.kv_cache = torch.full(shape, float("nan"), dtype=layer.kv_cache_torch_dtype)
 
     def pack(self, chunks, pad_to=None):
         "input_ids, positions and the metadata by layer name, for the next tokens of each request."

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from litevllm import LLM, CompletionOutput, EngineArgs, EngineDeadError, LLMEngine, RequestOutput, SamplingParams
+from litevllm.compilation_config import CompilationConfig, resolve_compilation
 from litevllm.config import AsyncEngineArgs, SchedulerConfig, VllmConfig
 from litevllm.facts import DeviceFacts, GiB
 from litevllm.engine.async_llm import AsyncLLM
@@ -293,7 +294,7 @@ def test_engine_arguments_refused_by_name(config_of, kw, error, words):
 
 
 ARG_INTS = ["max_model_len", "block_size", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold", "num_gpu_blocks_override",
-            "kv_cache_memory_bytes", "seed", "max_logprobs"]
+            "kv_cache_memory_bytes", "seed", "max_logprobs", "max_cudagraph_capture_size"]
 ARG_BOOLS = ["enable_chunked_prefill", "enable_prefix_caching", "async_scheduling", "enforce_eager", "skip_tokenizer_init", "disable_log_stats"]
 ARG_TEXTS = ["tokenizer", "scheduling_policy", "kv_cache_dtype", "device", "attention_backend", "load_format", "generation_config", "served_model_name"]
 ARG_WRONG = ([(name, v) for name in ARG_INTS for v in ("4", 2.5, 4.0, True, [4], np.float64(4))]
@@ -428,12 +429,82 @@ def test_drafts_with_async_scheduling_are_refused_by_name():
     assert SchedulerConfig(8, 4, 64, num_speculative_tokens=2, async_scheduling=False).num_speculative_tokens == 2
 
 
+# ---- compiled, recorded, 8-bit
+
+def compiled(config_of, device=L4, **kw):
+    c = config_of(device, **kw).compilation_config
+    return c.mode, str(c.cudagraph_mode), c.max_cudagraph_capture_size
+
+
+@pytest.mark.parametrize("device, kw, got", [
+    (L4, {}, ("compile", "FULL_AND_PIECEWISE", 512)), (CPU, {}, ("none", "NONE", 0)), (L4, dict(enforce_eager=True), ("none", "NONE", 0)),
+    (L4, dict(max_num_seqs=8), ("compile", "FULL_AND_PIECEWISE", 16)), (L4, dict(compilation_config=0), ("none", "NONE", 0)),
+    (L4, dict(compilation_config={"mode": "NONE", "cudagraph_mode": "full"}), ("none", "FULL", 512)),
+    (L4, dict(compilation_config={"cudagraph_mode": "NONE"}), ("compile", "NONE", 0)),
+    (L4, dict(compilation_config={"cudagraph_mode": "PIECEWISE"}, max_cudagraph_capture_size=20), ("compile", "PIECEWISE", 16)),
+    (L4, dict(compilation_config={"cudagraph_capture_sizes": [2, 7]}), ("compile", "FULL_AND_PIECEWISE", 7)),
+    (L4, dict(compilation_config=CompilationConfig(mode="compile", cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 3])), ("compile", "FULL", 3)),
+    (L4, dict(max_num_batched_tokens=100, max_num_seqs=90), ("compile", "FULL_AND_PIECEWISE", 100)),
+    (CPU, dict(compilation_config=3), ("compile", "NONE", 0)), (CPU, dict(compilation_config=3, enforce_eager=True), ("none", "NONE", 0)),
+    (CPU, dict(compilation_config={"cudagraph_mode": "FULL"}), ("none", "NONE", 0))])
+def test_what_is_compiled_and_recorded(config_of, device, kw, got): assert compiled(config_of, device, **kw) == got
+
+
+def test_capture_sizes_are_vllms():
+    "(max_num_seqs, max_num_batched_tokens) -> the list in the docstring of vllm/config/vllm.py, for engines of every size"
+    for seqs, tokens in ((1, 64), (3, 8192), (100, 8192), (256, 8192), (1024, 16384), (256, 300), (256, 500)):
+        largest = min(2 * seqs, 512, tokens)
+        want = [i for i in [1, 2, 4] if i <= largest] + list(range(8, min(largest + 1, 256), 8)) + list(range(256, largest + 1, 16))
+        if tokens <= largest and tokens not in want: want.append(tokens)
+        c = resolve_compilation({}, False, "cuda", seqs, tokens)
+        assert c.cudagraph_capture_sizes == sorted(want) and CompilationConfig(**{f.name: getattr(c, f.name) for f in fields(c)}) == c
+
+
+@pytest.mark.parametrize("kw, error, words", [
+    (dict(compilation_config={"mode": 1}), ValueError, "mode.*1"), (dict(compilation_config={"cudagraph_mode": "SOME"}), ValueError, "cudagraph_mode.*SOME"),
+    (dict(compilation_config="3"), TypeError, "compilation_config"), (dict(compilation_config={"modus": 0}), ValueError, "modus"),
+    (dict(compilation_config={"custom_ops": ["all"]}), ValueError, "custom_ops"), (dict(compilation_config={"cudagraph_capture_sizes": [1]}, cudagraph_capture_sizes=[1]), ValueError, "leave out one"),
+    (dict(cudagraph_capture_sizes=[]), ValueError, "cudagraph_capture_sizes"), (dict(cudagraph_capture_sizes=[0]), ValueError, "cudagraph_capture_sizes"),
+    (dict(cudagraph_capture_sizes=["a"]), TypeError, "cudagraph_capture_sizes"), (dict(cudagraph_capture_sizes=8), TypeError, "cudagraph_capture_sizes"),
+    (dict(max_cudagraph_capture_size=0), ValueError, "max_cudagraph_capture_size"), (dict(cudagraph_capture_sizes=[1, 8], max_cudagraph_capture_size=4), ValueError, "max_cudagraph_capture_size=4"),
+    (dict(cudagraph_capture_sizes=[10000], max_num_batched_tokens=512), ValueError, "10000.*512")])
+def test_compilation_settings_are_refused_by_name(config_of, kw, error, words):
+    with pytest.raises(error, match=words): config_of(L4, **kw)
+
+
+def test_what_has_no_effect_is_told(config_of, caplog):
+    config_of(CPU, compilation_config={"cudagraph_mode": "FULL"})
+    config_of(L4, compilation_config={"mode": 0, "cudagraph_mode": "PIECEWISE"})
+    config_of(L4, compilation_config={"mode": 3}, enforce_eager=True)
+    config_of(L4, cudagraph_capture_sizes=[1, 999999])
+    told = [r.getMessage() for r in caplog.records if r.name == "litevllm.compilation_config"]
+    assert len(told) == 4 and ["CPU" in told[0], "compiled model" in told[1], "mode" in told[2], "999999" in told[3]] == [True] * 4
+
+
+@pytest.mark.parametrize("device, backend, words", [
+    (CPU, None, "CPU_ATTN stores no 8-bit"), (CPU, "TORCH_REF", "TORCH_REF stores no 8-bit"), (DeviceFacts("cuda", "NVIDIA A10", 22*GiB, 86), None, "8.9.*NVIDIA A10 has 8.6"),
+    (DeviceFacts("cuda", "Tesla T4", 15*GiB, 75), "TRITON_ATTN", "8.9.*Tesla T4 has 7.5")])
+def test_an_8_bit_cache_is_refused_where_it_cannot_be(config_of, device, backend, words):
+    for name in ("fp8", "fp8_e4m3"):
+        with pytest.raises(ValueError, match=f"kv_cache_dtype='{name}' needs.*{words}"): config_of(device, kv_cache_dtype=name, attention_backend=backend)
+
+
+def test_an_8_bit_cache_is_taken_where_it_can_be(config_of):
+    for device in (DeviceFacts("cuda", "NVIDIA L4", 22*GiB, 89), DeviceFacts("cuda", "NVIDIA H200", 140*GiB, 90), L4):
+        assert config_of(device, kv_cache_dtype="fp8").cache_config.cache_dtype == "fp8"
+    assert config_of(CPU, kv_cache_dtype="fp8_e4m3", attention_backend="TRITON_ATTN").cache_config.cache_dtype == "fp8_e4m3"   # for the interpreter
+    for name in ("fp8_e5m2", "int8", "bfloat16"):
+        with pytest.raises(ValueError, match=f"kv_cache_dtype must be one of auto, fp8, fp8_e4m3, got '{name}'"): config_of(L4, kv_cache_dtype=name)
+
+
 def test_the_config_on_the_wire(config_of):
     c = config_of(max_num_seqs=3, block_size=4, num_gpu_blocks_override=9, attention_backend="TORCH_REF", scheduling_policy="priority", enforce_eager=False)
     c.compilation_config.static_forward_context["layer"] = object()
     back = VllmConfig.from_bytes(c.to_bytes())
     assert back.compilation_config.static_forward_context == {} and back.compilation_config.mode == "compile"
     assert replace(back, compilation_config=c.compilation_config) == c
+    gpu = config_of(L4, max_num_seqs=4)
+    assert VllmConfig.from_bytes(gpu.to_bytes()) == gpu and gpu.compilation_config.cudagraph_mode.has_full_cudagraphs()
     with pytest.raises(msgspec.ValidationError): VllmConfig.from_bytes(msgspec.msgpack.encode({"model_config": {}}))
     with pytest.raises(msgspec.ValidationError, match="max_num_seqs"):   # checked again on arrival
         VllmConfig.from_bytes(c.to_bytes().replace(b"\xacmax_num_seqs\x03", b"\xacmax_num_seqs\x00"))

@@ -177,7 +177,7 @@ def loads_of_block_numbers(path):
 def test_N4_every_block_number_is_widened_before_it_is_multiplied(root):
     """Read from the source. What a high block really gives: test_slot_beyond_two_to_the_31_elements of tests/test_cpu_attention.py (numba) and of
     tests/interp/paged_attention_checks.py (Triton)."""
-    found = list(loads_of_block_numbers(root / "kernels" / "paged_attention.py"))
+    found = [load for name in ("paged_attention", "kv_write") for load in loads_of_block_numbers(root / "kernels" / f"{name}.py")]
     assert len(found) >= 3 and all(widened for _, widened in found), found
     cpu = (root / "kernels" / "cpu_attention.py").read_text()
     assert not re.search(r"(?<!np\.int64\()table\[", cpu), "a block number of 32 bits is used as it is"

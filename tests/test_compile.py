@@ -6,7 +6,9 @@ import torch
 
 from litevllm.model.attention import Attention
 from litevllm.tiny import write_tiny_model
-from litevllm.worker.compilation import has_cpp_compiler
+from graph_tools import graph_config, graph_worker
+from litevllm.model.forward_context import set_forward_context
+from litevllm.worker.compilation import PiecewiseBackend, compile_once, has_cpp_compiler
 from worker_harness import Driver, make_worker
 
 BACKENDS = ["aot_eager", "inductor"]
@@ -107,3 +109,45 @@ def test_missing_compiler_is_seen(monkeypatch):
     import torch._inductor.config as config
     monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler-anywhere",))
     assert not has_cpp_compiler()
+
+
+# ---- in pieces
+
+def test_pieces_alternate_and_a_tuple_stays_with_what_made_it(paths):
+    "The pieces of a real graph: others, attention, others, ...; nothing but tensors and token counts goes between them."
+    graphs = []
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    backend = PiecewiseBackend(keep)
+    worker = make_worker(paths["qwen3"])
+    forward = compile_once(worker.model_runner.model, backend)
+    ids, positions = torch.arange(6, dtype=torch.int32), torch.arange(6)
+    with torch.inference_mode(), set_forward_context(None, worker.vllm_config): out, want = forward(ids, positions), worker.model_runner.model(ids, positions)
+    torch.testing.assert_close(out, want)
+    assert [p.is_splitting for p in backend.pieces] == [False, True, False, True, False] and len(graphs) == 3
+    for piece in backend.pieces:
+        targets = {str(n.target) for n in piece.graph.graph.nodes if n.op == "call_function"}
+        assert {t.startswith("litevllm.") for t in targets} == {piece.is_splitting} if piece.is_splitting else not any(t.startswith("litevllm.") for t in targets)
+        values = [n.meta["example_value"] for n in piece.graph.graph.nodes if n.op == "placeholder"]
+        assert all(isinstance(v, (torch.Tensor, torch.SymInt)) for v in values)
+
+
+@pytest.mark.parametrize("arch, backend", [("llama", "inductor"), ("llama", "aot_eager"), ("qwen3", "aot_eager"), ("opt", "aot_eager")])
+def test_pieces_give_the_tokens_of_the_whole(paths, arch, backend):
+    if falls_back(paths[arch], backend): return
+    eager = mixed_steps(make_worker(paths[arch]))
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        worker = graph_worker(graph_config(paths[arch], compile=backend))
+        assert mixed_steps(worker) == eager
+    assert compile_counts() == (1, 0, 0)
+    assert {m.name: len(keys) for m, keys in worker.model_runner.dispatcher.get_capture_descs()} == {"PIECEWISE": 4, "FULL": 4}
+
+
+def test_more_engines_than_dynamo_allows_versions():
+    "One process may compile many models; each has a code object of its own."
+    ids, positions = torch.arange(3, dtype=torch.int32), torch.arange(3)
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        forward = compile_once(lambda a, b: a * 2 + b, "eager")
+        assert forward(ids, positions).tolist() == [0, 3, 6]

@@ -1,4 +1,4 @@
-"""The fused Triton kernels: numerics and planted bugs in the interpreter (a process of its own), and the code the compiler makes for GPUs that are not there."""
+"""The fused Triton kernels: numerics and planted bugs in the interpreter (a process of its own), and the code made for GPUs that are not there."""
 import os
 import re
 import subprocess
@@ -28,7 +28,7 @@ def test_in_the_interpreter():
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/interp/fused_checks.py", timeout=600)
     assert done.returncode == 0
     passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
-    assert passed >= 60 and not re.search("skipped|deselected|xfail", done.stdout), done.stdout[-500:]
+    assert passed >= 120 and not re.search("skipped|deselected|xfail", done.stdout), done.stdout[-500:]
 
 
 def test_planted_bugs_are_found():
@@ -72,13 +72,9 @@ KERNELS = {  # shapes of models: Llama-3 8B and 70B, Qwen3 0.6B, SmolLM2 135M, O
     "norm, 4096": lambda: norm("bfloat16", 4096),
     "norm, 8192 in float32": lambda: norm("float32", 8192),
     "norm of heads of 128": lambda: norm("bfloat16", 128, 16),
-    "norm of a sum, 1024": lambda: add_norm("float16", 1024),
     "norm of a sum, 576": lambda: add_norm("bfloat16", 576),
-    "norm of a sum, 8192": lambda: add_norm("bfloat16", 8192),
     "silu, 14336": lambda: silu("bfloat16", 14336),
-    "silu, 1536 in float32": lambda: silu("float32", 1536),
     "rotation, 32 and 8 heads of 128": lambda: rope("bfloat16", 32, 8, 128),
-    "rotation, 9 and 3 heads of 64": lambda: rope("float16", 9, 3, 64),
     "rotation and write, 32 and 8 heads of 128": lambda: rope_cache("bfloat16", 32, 8, 128),
     "rotation and write, 9 and 3 heads of 64 in float32": lambda: rope_cache("float32", 9, 3, 64),
     "rotation and write, 16 and 8 heads of 128, fp8": lambda: rope_cache("bfloat16", 16, 8, 128, FP8),
@@ -105,8 +101,9 @@ def test_code(name, arch):
     ops = report["opcodes"]
     print(arch, name, {k: v for k, v in report.items() if k != "opcodes"}, {op: n for op, n in ops.items() if op.startswith(("LDG", "STG", "global_"))})
     assert report["spills"] == 0 and report["stack"] == 0 and report["shared"] <= LIMIT[arch]
-    wide = count(ops, "global_load_dwordx4") + count(ops, "buffer_load_dwordx4") if arch == "gfx942" else sum(n for op, n in ops.items() if op.startswith("LDG") and op.endswith(".128"))
-    assert wide > 0, "no loads of 16 bytes"
+    names = "global_load_dwordx4", "buffer_load_dwordx4", "LDG.E.128"
+    wide = sum(count(ops, name) for name in names)
+    if elements >= 8 * (64 if arch == "gfx942" else 32): assert wide > 0, "no loads of 16 bytes"
     assert count(ops, "LDL") == count(ops, "STL") == 0
 
 

@@ -26,7 +26,7 @@ def decode_speed(llm, batch: int, context: int, new_tokens: int, vocab_size: int
         if started is None and len(begun) == batch: started = last
     return {"batch": batch, "context": context, "tokens": counted, "tokens_per_s": counted/(last - started), "step_s": batch*(last - started)/counted}
 
-def decode_curve(llm, vocab_size: int, batches=(1, 4, 16, 64), contexts=(64, 256, 1024), new_tokens: int = 17, most: int = 16_384) -> list[dict]:
+def decode_curve(llm, vocab_size: int, batches=(1, 4, 16, 64), contexts=(32, 128, 512), new_tokens: int = 17, most: int = 8_192) -> list[dict]:
     "`decode_speed` for all pairs with at most `most` prompt tokens together."
     return [decode_speed(llm, b, c, new_tokens, vocab_size) for c in contexts for b in batches if b*c <= most]
 
@@ -51,7 +51,7 @@ async def serve_at(llm, rate: float, seconds: float, requests: list[dict], seed:
     return {"rate": rate, "requests": len(tasks), "seconds": took, "output_tokens_per_s": sum(requests[i % len(requests)]["max_tokens"] for i in range(len(tasks)))/took,
             "first_token_s": {"p50": statistics.median(first), "p90": p(first, .9)}, "between_tokens_s": {"p50": statistics.median(between), "p90": p(between, .9)}}
 
-async def latency_curve(args: dict, requests: list[dict], rates=(0.5, 1.0, 2.0, 3.0, 4.0), seconds: float = 15.0) -> list[dict]:
+async def latency_curve(args: dict, requests: list[dict], rates=(0.5, 1.0, 2.0, 4.0), seconds: float = 12.0) -> list[dict]:
     "`serve_at` for each rate, on one `AsyncLLM`, after a warm-up request."
     from litevllm import AsyncEngineArgs, AsyncLLM
     async with AsyncLLM.from_engine_args(AsyncEngineArgs(**args)) as llm:

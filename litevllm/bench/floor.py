@@ -101,27 +101,25 @@ def compile_avx2(folder: str):
 
 # %% ../../nbs/07e_floor.ipynb #b73cb4c6
 def gemm_kernels(folder: str) -> dict:
-    "Name -> make(weight [N, K], M), which packs the weight and returns f(x [M, K]) -> [M, N]; those that this machine has."
+    "Name -> make(weight [N, K]), which packs the weight once and returns f(x [M, K]) -> [M, N]; those that this machine has."
     import torch
-    def onednn(w, m):
-        packed = torch.ops.mkldnn._reorder_linear_weight(w, m)
+    def onednn(w):
+        packed = torch.ops.mkldnn._reorder_linear_weight(w)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    def mkl(w, m):
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(w, m)
-        return lambda x: torch.ops.mkl._mkl_linear(x, packed, w, None, m)
-    def avx2(w, m):
-        n, k = w.shape
-        packed, y, threads = w.view(n//16, 16, k).transpose(1, 2).contiguous(), torch.empty(m, n), torch.get_num_threads()
+    def avx2(w):
+        (n, k), threads, outs = w.shape, torch.get_num_threads(), {}
+        packed = w.view(n//16, 16, k).transpose(1, 2).contiguous()
         def run(x):
-            cpp(x.data_ptr(), packed.data_ptr(), y.data_ptr(), m, n, k, threads)
-            return y
+            m = len(x)
+            if m not in outs: outs[m] = torch.empty(m, n)       # the memory is kept: this is about products
+            cpp(x.data_ptr(), packed.data_ptr(), outs[m].data_ptr(), m, n, k, threads)
+            return outs[m]
         return run
-    def numba(w, m):
+    def numba(w):
         from litevllm.kernels.cpu_ops import skinny_linear
         return lambda x: skinny_linear(x, w)
-    kernels = {"linear": lambda w, m: lambda x: torch.nn.functional.linear(x, w)}
+    kernels = {"linear": lambda w: lambda x: torch.nn.functional.linear(x, w)}
     if torch.backends.mkldnn.is_available(): kernels["onednn"] = onednn
-    if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"): kernels["mkl"] = mkl
     cpp = compile_avx2(folder)
     if cpp: kernels["avx2"] = avx2
     kernels["numba"] = numba
@@ -145,17 +143,17 @@ def measure_gemms(shape: Shape, sizes=(1, 2, 4, 8, 16, 32, 64, 256, 512), second
     import torch
     torch.set_grad_enabled(False)
     found = {}
+    weights = [torch.empty(n, k).uniform_(-0.04, 0.04) for _ in range(shape.layers) for n, k in shape.layer] + [torch.empty(shape.head).uniform_(-0.04, 0.04)]
     with tempfile.TemporaryDirectory() as folder:
         for name, make in gemm_kernels(folder).items():
             if only and name not in only: continue
             found[name] = {}
+            *body, head = [make(w) for w in weights]
             for m in sizes:
                 if m > {"numba": 16, "avx2": 64}.get(name, m): break      # those two are made for few rows
-                body = [make(torch.randn(n, k)*0.02, m) for _ in range(shape.layers) for n, k in shape.layer]
-                inputs = [torch.randn(m, k) for _, k in shape.layer]*shape.layers
-                head, x = make(torch.randn(*shape.head)*0.02, m), torch.randn(m, shape.head[1])
+                inputs, x = [torch.randn(m, k) for _, k in shape.layer]*shape.layers, torch.randn(m, shape.head[1])
                 def run_body():
-                    for f, x in zip(body, inputs): f(x)
+                    for f, y in zip(body, inputs): f(y)
                 found[name][m] = {"body_ms": 1e3*best_of(run_body, seconds), "head_ms": 1e3*best_of(lambda: head(x), seconds/4)}
     return found
 

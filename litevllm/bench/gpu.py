@@ -55,7 +55,7 @@ class Parts:
 def summary_line(value) -> str:
     "A part's result in a few words."
     if isinstance(value, list): return f"{sum(bool(v.get('ok', True)) for v in value)} of {len(value)}" + (" ok" if value and "ok" in value[0] else " measured")
-    return ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {str(v)[:160]}" for k, v in value.items() if k != "where" and not isinstance(v, dict))
+    return ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {str(v)[:160]}" for k, v in value.items() if k not in ("where", "path") and not isinstance(v, (dict, list)))
 
 # %% ../../nbs/07c_gpu_script.ipynb #38240974
 QWEN3_06B = dict(vocab_size=151_936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=3072,
@@ -92,7 +92,7 @@ def engines(device: str) -> dict[str, dict]:
 def run_engine(name: str, args: dict, options: dict, workload: dict, limit: float) -> dict:
     "Loads one engine, gives it the workload, ends it: seconds, output tokens a second, load time; RuntimeError with its reason where it failed."
     if "vllm" in name and name != "nanovllm": options = options | {"engine_args": {"skip_tokenizer_init": True} | args}
-    env = {"LITEVLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
+    env = {"LITEVLLM_LOGGING_LEVEL": "INFO" if options["device"].startswith("cuda") else "WARNING", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
         one = Running(Peer(name, sys.executable, options, env), Path(logs), limit)

@@ -57,17 +57,18 @@ SMALL_CASES = tuple(Case(c.name, tuple(min(q, 20) for q in c.query_lens[:2]), tu
                          (c.heads[0]//c.heads[1], 1), min(c.head_dim, 64), c.block_size, min(c.window, 16), c.softcap, c.fp8, torch.float32) for c in CASES)
 
 # %% ../../nbs/07h_gpu_checks.ipynb #e44b0e66
-def lay_out(case: Case, device: str, seed: int = 0) -> dict:
-    "Random queries, keys and values of a case in an unordered pool full of NaN, and what the kernels need to know."
+def lay_out(case: Case, device: str, seed: int = 0, data: bool = True) -> dict:
+    "Random queries, keys and values of a case, an unordered pool full of NaN, and what the kernels need to know. Without `data`: no keys and values."
     g = torch.Generator().manual_seed(seed)
     n, k, size, dim = sum(case.query_lens), case.heads[1], case.block_size, case.head_dim
     blocks = [-(-s//size) for s in case.seq_lens]
     order, table = torch.randperm(sum(blocks) + 3, generator=g).tolist(), torch.zeros(len(blocks), max(max(blocks), 1), dtype=torch.int32)
     for row, count in enumerate(blocks):
         for column in range(count): table[row, column] = order.pop()
-    slots = [int(table[r, p//size])*size + p % size for r, s in enumerate(case.seq_lens) for p in range(s)]
+    slots = [int(table[r, p//size])*size + p % size for r, s in enumerate(case.seq_lens) for p in range(s)] if data else []
     random = lambda *shape: torch.randn(*shape, generator=g).to(case.dtype).to(device)
-    pool = torch.full((2, sum(blocks) + 3, size, k, dim), float("nan")).to(torch.float8_e4m3fn if case.fp8 else case.dtype).to(device)
+    pool = torch.full((2, sum(blocks) + 3, size, k, dim), float("nan"), device=device, dtype=case.dtype)
+    if case.fp8: pool = pool.to(torch.float8_e4m3fn)
     starts = torch.tensor([0, *torch.tensor(case.query_lens).cumsum(0).tolist()], dtype=torch.int32)
     scales = dict(k_scale=0.25, v_scale=0.5) if case.fp8 else {}
     return dict(q=random(n, case.heads[0], dim), key=random(len(slots), k, dim), value=random(len(slots), k, dim), pool=pool, scales=scales,
@@ -210,5 +211,5 @@ def engine_checks(device: str, variants=None, archs=("qwen3", "llama"), new_toke
                     got = [list(o.outputs[0].token_ids) for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)]
                 same, agree = sum(a == b for a, b in zip(got, want)), sum(x == y for a, b in zip(got, want) for x, y in zip(a, b))
                 found.append({"name": f"engine: {arch}, {name}", "same_requests": same, "of": len(want), "same_tokens": agree/(len(want)*new_tokens),
-                              "ok": same == len(want) or ("fp8" in name and all(len(g) == new_tokens for g in got)), "seconds": time.perf_counter() - started})
+                              "ok": same == len(want) or ("fp8" in name and all(len(g) == new_tokens for g in got)), "seconds": round(time.perf_counter() - started, 2)})
     return found

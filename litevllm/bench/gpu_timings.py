@@ -54,7 +54,7 @@ def attention_timing(requests: int, queries: int, keys: int, device: str, roof: 
     "`unified_attention` for equal requests."
     from litevllm.kernels import paged_attention
     case = Case("", (queries,)*requests, (keys,)*requests, fp8=fp8, dtype=dtype, **shape)
-    b = lay_out(case, device)
+    b = lay_out(case, device, data=False)
     pool = torch.randn(b["pool"].shape, device=device).to(b["pool"].dtype)
     out, (heads, kv) = torch.empty_like(b["q"]), case.heads
     run = lambda: paged_attention.unified_attention(b["q"], pool[0], pool[1], out, **b["args"], **b["scales"])

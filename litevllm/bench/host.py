@@ -24,7 +24,6 @@ from ..engine.core import EngineCore, UniProcExecutor
 from ..engine.core_client import EngineCoreClient
 from ..engine.detokenizer import FastIncrementalDetokenizer
 from ..engine.input_processor import get_tokenizer
-from ..engine.llm_engine import LLMEngine
 from ..engine.output_processor import OutputProcessor
 from ..messages import EngineCoreOutputs, EngineCoreRequest
 from ..sampling_params import RequestOutputKind, SamplingParams
@@ -136,30 +135,40 @@ class OneProcess:
 
 def step_by_stage(num_running: int = 256, num_steps: int = 150, tokenizer=None, kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY, **request) -> dict[str, float]:
     "Milliseconds of a step of `num_running` decoding requests by stage, medians over the steps, and their sum as \"total\"."
-    one = OneProcess(costless_config(num_running, async_scheduling=False), tokenizer)
+    one, num_threads = OneProcess(costless_config(num_running, async_scheduling=False), tokenizer), torch.get_num_threads()
+    torch.set_num_threads(1)     # the vocabulary is small: waiting for a second thread would be all that it does
     try:
         for i in range(num_running): one.add(costless_request(str(i), first=i, kind=kind, **request))
         one.run(10)
         gc.collect()
         steps = one.run(num_steps)
-    finally: one.close()
+    finally:
+        torch.set_num_threads(num_threads)
+        one.close()
     result = {name: 1e3 * statistics.median(s.get(name, 0.0) for s in steps) for name in STAGES}
     return result | {"total": 1e3 * statistics.median(sum(s.values()) for s in steps)}
 
 # %% ../../nbs/07b_host_overhead.ipynb #e6e856d2
 def step_in_two_processes(num_running: int = 256, num_steps: int = 300, tokenizer=None, kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY) -> float:
-    "Milliseconds between the outputs of two steps, on average over `num_steps`."
-    config = costless_config(num_running)
-    engine = LLMEngine(config, EngineCoreClient.make_client(config, executor_class=CostlessExecutor), tokenizer)
+    """Milliseconds a step, over `num_steps` of them: from the moment in which the core sends the first to that in which the last is text.
+
+    The first is stamped by the core's clock, so that steps which it was ahead when the measurement began count as well."""
+    client, front = EngineCoreClient.make_client(costless_config(num_running), executor_class=CostlessExecutor), OutputProcessor(tokenizer)
+    def take(num_tokens):
+        while num_tokens > 0:
+            outputs = client.get_output()
+            front.process_outputs(outputs.outputs)
+            num_tokens -= len(outputs.outputs)
+        return outputs.timestamp
     try:
-        for i in range(num_running): engine.add_request(str(i), costless_request(str(i), first=i, max_tokens=num_steps + 100, kind=kind))
-        states, first = list(engine.output_processor.request_states.values()), None
-        tokens = lambda: sum(s.detokenizer.num_output_tokens() for s in states)
-        while tokens() < 20 * num_running: engine.step()
-        start, before = time.perf_counter(), tokens()
-        while tokens() < before + num_steps * num_running: engine.step()
-        return 1e3 * (time.perf_counter() - start) / ((tokens() - before) / num_running)
-    finally: engine.close()
+        for i in range(num_running):
+            request = costless_request(str(i), first=i, max_tokens=num_steps + 100, kind=kind)
+            front.add_request(request, None)
+            client.add_request(request)
+        start = take(20 * num_running)
+        take(num_steps * num_running)
+        return 1e3 * (time.monotonic() - start) / num_steps
+    finally: client.shutdown()
 
 # %% ../../nbs/07b_host_overhead.ipynb #6c4b7818
 def best_rate(f: Callable[[], int], rounds: int = 5) -> float:
@@ -207,7 +216,9 @@ def count_instructions(f: Callable, *args) -> int:
     return count
 
 def instructions_by_stage(num_running: int, prompt_len: int = 64, num_finished: int = 0, tokenizer=None) -> dict[str, int]:
-    "Instructions of a step's Python parts, with `num_running` decoding requests, after `num_finished` others have ended."
+    """Instructions of Python in 16 steps of `num_running` decoding requests, after `num_finished` others have ended.
+
+    In 16 steps each request fills one block, wherever in a block it is."""
     one = OneProcess(costless_config(num_running, async_scheduling=False), tokenizer)
     try:
         for i in range(num_finished):
@@ -215,14 +226,17 @@ def instructions_by_stage(num_running: int, prompt_len: int = 64, num_finished: 
             if i % num_running == num_running - 1 or i == num_finished - 1:
                 while one.front.has_unfinished_requests(): one.step()
         for i in range(num_running): one.add(costless_request(str(i), prompt_len, first=i))
-        one.run(18 - prompt_len % 16)         # past the next block boundary, so that nobody needs a block in the step that is counted
-        core, executor = one.core, one.core.model_executor
-        made = {}
-        def keep(name, f, *args): made[name] = f(*args)
-        counts = {"schedule": count_instructions(keep, "plan", core.scheduler.schedule)}
-        counts["rows, batch, sample"] = count_instructions(keep, "result", executor.execute_model, made["plan"])
-        counts["update"] = count_instructions(keep, "outputs", core.scheduler.update_from_output, made["plan"], made["result"])
-        counts["detokenize, outputs"] = count_instructions(one.front.process_outputs, made["outputs"].outputs)
+        one.run(2)
+        scheduler, executor, counts = one.core.scheduler, one.core.model_executor, {}
+        def count(stage, f, *args):
+            counts[stage] = counts.get(stage, 0) + count_instructions(lambda: made.append(f(*args)))
+            return made.pop()
+        made = []
+        for _ in range(16):
+            plan = count("schedule", scheduler.schedule)
+            result = count("rows, batch, sample", executor.execute_model, plan)
+            outputs = count("update", scheduler.update_from_output, plan, result)
+            count("detokenize, outputs", one.front.process_outputs, outputs.outputs)
         return counts
     finally: one.close()
 
@@ -297,7 +311,7 @@ def measure(model: str, sizes: tuple[int, ...] = (16, 64, 256, 1024), starts: in
     folder = resolve_model(model)
     tokenizer = get_tokenizer(ModelConfig(folder, model, folder, "float32", 4096, 0, VOCAB, True, "None"))
     delta = RequestOutputKind.DELTA
-    result = {"machine": machine(), "model": model, "threads": torch.get_num_threads(),
+    result = {"machine": machine(), "model": model,
               "step_ms": {n: step_by_stage(n, tokenizer=tokenizer) for n in sizes},
               "step_ms_streaming": {n: step_by_stage(n, tokenizer=tokenizer, kind=delta) for n in sizes if n <= 256},
               "two_processes_ms": {n: step_in_two_processes(n, tokenizer=tokenizer) for n in sizes},

@@ -62,9 +62,11 @@ class Running:
 
     def start(self) -> dict:
         "Starts the process and waits until the engine is loaded; its first line, or an error."
+        env = os.environ | self.peer.env
+        if self.peer.name.startswith("litevllm"): env["PYTHONPATH"] = os.pathsep.join([str(Path(one_peer.__file__).resolve().parents[2]), env.get("PYTHONPATH", "")])
         with self.log.open("a") as log:
             self.process = subprocess.Popen([self.peer.python, one_peer.__file__, self.peer.name, json.dumps(self.peer.options)], text=True, stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, stderr=log, env=os.environ | self.peer.env, start_new_session=True)
+                                            stdout=subprocess.PIPE, stderr=log, env=env, start_new_session=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, args=(self.process.stdout, self.lines), daemon=True).start()
         return self._next(max(self.limit, 300))
@@ -78,7 +80,7 @@ class Running:
         try: line = self.lines.get(timeout=limit)
         except queue.Empty: line = {"error": f"not done after {limit:.0f} s", "gone": True}
         if line is None: line = {"error": "died: " + " ".join(self.log.read_text(errors="replace").split())[-300:], "gone": True}
-        if line.get("gone"): self.close()
+        if line.get("gone"): self.close(patience=0)
         return line
 
     def ask(self, workload: dict) -> dict:
@@ -90,13 +92,13 @@ class Running:
         except OSError: pass      # it died meanwhile: reading says so
         return self._next(self.limit)
 
-    def close(self):
-        "Lets the process end by itself, and ends what is left after ten seconds."
+    def close(self, patience: float = 10):
+        "Lets the process end by itself, and ends what is left after `patience` seconds."
         if self.process is None: return
         with self.process as process:
             try: process.stdin.close()
             except OSError: pass
-            try: process.wait(10)
+            try: process.wait(patience)
             except subprocess.TimeoutExpired: pass
             try: os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError: pass
@@ -169,7 +171,7 @@ def winners(by_size: dict) -> str:
     return ", ".join(f"{by_size[m]} to {m} rows" for m in ends)
 
 # %% ../../nbs/07a_benchmarks.ipynb #058d52a7
-PARTS = ("floor", "peers", "curves", "host")
+PARTS = ("floor", "peers", "ladder", "curves", "host")
 
 def options_from(argv: list[str]) -> argparse.Namespace:
     "The command line."
@@ -178,12 +180,13 @@ def options_from(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--out", type=Path, default=Path("nbs/data/bench-cpu.json"))
     p.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     p.add_argument("--parts", type=words, default=list(PARTS), help="comma-separated, of " + ", ".join(PARTS))
+    p.add_argument("--keep", action="store_true", help="keep what the file has of other parts")
     p.add_argument("--peers", type=words, default=[n for n in NAMES if n != "vllm-eager"], help="comma-separated, of " + ", ".join(NAMES))
     p.add_argument("--workloads", type=words, default=["mixed64", "prefix32", "single"], help="names, or paths of JSON files")
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--rounds-of", type=words, default=["transformers-static=2", "transformers-continuous=1"], help="fewer rounds for some: PEER=N,PEER=N")
+    p.add_argument("--rounds-of", type=words, default=["transformers-static=1", "transformers-continuous=1"], help="fewer rounds for some: PEER=N,PEER=N")
     p.add_argument("--threads", type=int, default=os.cpu_count())
-    p.add_argument("--limit", type=float, default=240, help="seconds for one run of one workload")
+    p.add_argument("--limit", type=float, default=300, help="seconds for one run of one workload")
     p.add_argument("--max-num-seqs", type=int, default=64)
     p.add_argument("--max-model-len", type=int, default=2048)
     p.add_argument("--patience", type=float, default=15, help="seconds to wait for a quiet machine before each run")
@@ -205,14 +208,13 @@ def load_workloads(names: list[str], model_dir: str, vocab_size: int) -> list[di
     if highest >= vocab_size: raise ValueError(f"token {highest} is outside of the model's vocabulary of {vocab_size}")
     return workloads
 
-def in_process(module: str, *args, threads: int, limit: float = 600) -> dict:
+def in_process(module: str, *args, threads: int, limit: float = 600) -> dict | list:
     "The JSON on the last line that `python -m litevllm.bench.MODULE ARGS` prints, or {\"error\": ...}."
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", f"litevllm.bench.{module}", *map(str, args)]
     try: done = subprocess.run(command, capture_output=True, text=True, timeout=limit, stdin=subprocess.DEVNULL, env=env)
     except subprocess.TimeoutExpired: return {"error": f"not done after {limit:.0f} s"}
-    if done.returncode: return {"error": done.stderr[-500:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    return {"error": done.stderr[-500:]} if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
 # %% ../../nbs/07a_benchmarks.ipynb #57246787
 def main(argv: list[str]) -> dict:
@@ -221,7 +223,10 @@ def main(argv: list[str]) -> dict:
     model = str(resolve_model(options.model))
     config = json.loads((Path(model)/"config.json").read_text())
     workloads = load_workloads(options.workloads, model, config["vocab_size"])
-    result = {"machine": one_peer.machine() | {"threads": options.threads}, "model": options.model, "dtype": "float32", "workloads":
+    result = json.loads(options.out.read_text()) if options.keep else {}
+    for part in options.parts: result.pop(part, None)
+    result["dates"] = result.get("dates", {}) | dict.fromkeys(options.parts, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
+    result |= {"machine": one_peer.machine() | {"threads": options.threads}, "model": options.model, "dtype": "float32", "workloads":
               [{"name": w["name"], "digest": digest(w["requests"]), "requests": len(w["requests"]), "prompt_tokens": sum(len(r["prompt_token_ids"]) for r in w["requests"]),
                 "output_tokens": sum(r["max_tokens"] for r in w["requests"])} for w in workloads]}
     def measure_floor():
@@ -232,6 +237,9 @@ def main(argv: list[str]) -> dict:
         floors = {w["name"]: floor_of(w, result["floor"]["gemms"], read, Shape(config).kv_bytes) for w in workloads} if read else None
         if floors: result["floors"] = floors
         if runs: result["summary"] = summarize(runs, floors)
+        for workload, peers in result.get("summary", {}).items() if floors else ():     # those of an earlier run may meet a new floor
+            for e in peers.values():
+                if "output_tokens_per_s" in e and workload in floors: e["of_floor"] = e["output_tokens_per_s"]/floors[workload]["output_tokens_per_s"]
         if runs: result["runs"] = [{k: v for k, v in r.items() if k != "tokens"} | ({"digest": digest(r["tokens"])} if "tokens" in r else {}) for r in runs]
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -252,6 +260,7 @@ def main(argv: list[str]) -> dict:
             finally:
                 for one in running: one.close()
     if "floor" in options.parts: measure_floor()
+    if "ladder" in options.parts: result["ladder"] = in_process("ladder", model, options.threads, threads=options.threads)
     if "curves" in options.parts: result["curves"] = in_process("curves", model, options.threads, threads=options.threads)
     if "host" in options.parts: result["host"] = host_part()
     save(runs)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..logger import init_logger
+from .attention import load_kv_scale
 from .llama import LlamaForCausalLM
 from .opt import OPTForCausalLM
 
@@ -90,7 +91,7 @@ def load_weights(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]], 
     for name, tensor in weights:
         for old, new in model.weight_prefixes.items():
             if name.startswith(old): name = new + name[len(old):]
-        if name.endswith(SKIPPED_SUFFIXES): continue
+        if name.endswith(SKIPPED_SUFFIXES) or load_kv_scale(model, name, tensor): continue
         if tied and name == "lm_head.weight": head = tensor
         elif name not in targets: unused.append(name)
         elif tensor.shape != targets[name].shape:

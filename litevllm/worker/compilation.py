@@ -28,6 +28,7 @@ def compile_once(model: torch.nn.Module, backend: str | Callable) -> Callable[[T
     def step(input_ids: Tensor, positions: Tensor) -> Tensor:
         torch._check(input_ids.shape[0] == positions.shape[0])   # two unknowns, and this makes them one
         return model(input_ids, positions)
+    step.__code__ = step.__code__.replace()   # a code object of its own: Dynamo keeps what it compiled there, and only so many versions for one
     compiled, traced = torch.compile(step, fullgraph=True, backend=backend), False
     def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
         nonlocal traced

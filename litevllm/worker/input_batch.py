@@ -283,6 +283,7 @@ def pad_arrays(arrays: list[np.ndarray], descriptor, nobody: int) -> list[np.nda
 
 class InputBuffers:
     "The memory of padded batches: at most `max_num_tokens` tokens and `max_num_reqs` requests (vllm/v1/worker/gpu/input_batch.py)."
+    @torch.inference_mode()   # as whatever else a step makes: compiled code is made for tensors of one kind
     def __init__(self, max_num_tokens: int, max_num_reqs: int, max_blocks: int, device: torch.device | str = "cpu"):
         self.packed = torch.zeros(40 * max_num_tokens + 16 * (max_num_reqs + 1) + 128, dtype=torch.uint8, device=device)
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)

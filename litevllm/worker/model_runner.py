@@ -123,7 +123,7 @@ class ModelRunner:
 
     def run_model(self, batch: InputBatch) -> Tensor:
         "Forward over the flat batch, with the step's metadata in the forward context; hidden states [num_tokens, hidden]."
-        mode = batch.cudagraph_runtime_mode
+        mode = batch.cudagraph_runtime_mode or CUDAGraphMode.NONE
         metadata, slots = None, None
         if batch.num_reqs or mode is CUDAGraphMode.FULL:
             metadata, slots = dict.fromkeys(self.layers, build_attn_metadata(batch)), dict.fromkeys(self.layers, batch.slot_mapping)

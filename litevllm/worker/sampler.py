@@ -26,7 +26,7 @@ class SamplingMetadata:
     min_p: Tensor | None = None         # [n] float32
     top_k: Tensor | None = None         # [n] int32, 0: off
     top_p: Tensor | None = None         # [n] float32
-    noise_keys: Tensor | None = None    # [n, 2] int32: from (seed, position), see `noise_keys`
+    noise_keys: Tensor | None = None    # [n, 2] int32, contiguous: from (seed, position), see `noise_keys`
     random_rows: np.ndarray | None = None    # [r] int64: the rows with temperature > 0; None: all of them
     processors: LogitsProcessors | None = None   # what changes logits before the choice: chapter 06a
 
@@ -53,13 +53,13 @@ def make_sampling_metadata(rows, batch, device: torch.device | str = "cpu") -> S
     random = temperature > 0
     if not random.any(): return SamplingMetadata(True, processors=processors)
     columns[3] = np.minimum(rows.top_k[index], 0x7FFFFFFF)
-    columns[4:] = noise_keys(rows.seed[index], positions).T
+    columns[4:].reshape(-1, 2)[:] = noise_keys(rows.seed[index], positions)
     asks = (min_p > 0) & random, (columns[3] > 0) & random, (top_p < 1) & random
     sent, = pack_to_device([columns], device)
     sent_floats = sent.view(torch.float32)
     return SamplingMetadata(
         False, sent_floats[0], sent_floats[1] if asks[0].any() else None, sent[3] if asks[1].any() else None,
-        sent_floats[2] if asks[2].any() else None, sent[4:].T, None if random.all() else np.flatnonzero(random), processors)
+        sent_floats[2] if asks[2].any() else None, sent[4:].view(-1, 2), None if random.all() else np.flatnonzero(random), processors)
 
 # %% ../../nbs/06_sampling_and_reclamation.ipynb #34c9fcd0
 _GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

@@ -26,7 +26,7 @@ def dtype_names(vllm_config: VllmConfig) -> tuple[str, str]:
     "What the model computes in and what its cache stores: the second is the attention backend's choice."
     dtype = vllm_config.model_config.dtype
     backend = get_attn_backend(vllm_config.attention_config.backend, vllm_config.device_config.device)
-    return dtype, str(backend.kv_cache_dtype(getattr(torch, dtype))).removeprefix("torch.")
+    return dtype, str(backend.kv_cache_dtype(getattr(torch, dtype), vllm_config.cache_config.cache_dtype)).removeprefix("torch.")
 
 
 def get_num_blocks(vllm_config: VllmConfig, available_bytes: int, page_size_bytes: int) -> int:
@@ -118,9 +118,9 @@ class Worker:
     def initialize_from_config(self, num_blocks: int): self.model_runner.initialize_kv_cache(num_blocks)
 
     def compile_or_warm_up_model(self):
-        "A prefill and a decode step of a made-up request, so that no user waits for a compiler; then the CUDA graphs, where there are any."
-        warm_up(self.model_runner)
+        "The CUDA graphs, where there are any; then a prefill and a decode step of a made-up request, so that no user waits for a compiler."
         self.model_runner.capture_model()
+        warm_up(self.model_runner)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput: return self.model_runner.execute_model(plan)
 

@@ -10,6 +10,8 @@ import triton_tools as tools
 from attention_cases import CASES, FP8, HALF, UNTOUCHED, build, check, same_bits
 
 import litevllm.kernels.paged_attention as triton_kernels
+import litevllm.kernels.reference as reference
+from litevllm.kernels.flash_attention import flash_attention
 from litevllm.kernels.paged_attention import Tiles, launch_attention
 
 tools.install()
@@ -120,17 +122,97 @@ def test_slot_beyond_two_to_the_31_elements():
     assert torch.equal(got, want) and got.isfinite().all()
 
 
-def test_decode_reads_each_live_key_once():
-    "The bytes loaded are at most 1.10 x those of queries, live keys, live values and one table entry a key"
-    case = replace(CASES[1], heads=(4, 1), head_dim=128, dtype=torch.float16, seq_lens=(130, 257, 64, 400))
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("name, case", [
+    ("bytes of 16 bits", replace(CASES[1], heads=(4, 1), head_dim=128, dtype=torch.float16, seq_lens=(130, 257, 64, 400))),
+    ("fp8", replace(CASES[1], heads=(4, 1), head_dim=128, dtype=torch.bfloat16, seq_lens=(130, 257, 64, 400), scales=(0.1, 0.2))),
+    ("narrow heads in fp8", replace(CASES[1], heads=(2, 1), head_dim=32, dtype=torch.bfloat16, seq_lens=(130, 300), query_lens=(1, 1), scales=(0.1, 0.2)))])
+def test_decode_reads_each_live_key_once(name, case, splits):
+    "What is loaded is at most 1.10 x the bytes of queries, live keys and live values; a page's number is loaded once per key head, in the tile before its own"
     b = build(case)
     out = torch.empty_like(b.q)
+    heads, group, width = case.heads[1], case.heads[0] // case.heads[1], case.head_dim
+    n = triton_kernels.decode_tiles(90, b.q.element_size(), b.pool.element_size(), width, group).block_n
+    scales = dict(zip(("k_scale", "v_scale"), case.scales)) if case.scales else {}
     with tools.metered() as meter:
-        with_tiles(16, 64, 4, 3, 1)(b.q, *b.want_pool.unbind(0), out, b.starts, 1, b.seq_lens, 400, 0.1, 0, b.table, 0.0)
-    tokens = sum(case.seq_lens)
-    ideal = 2 * (2 * tokens * 128 + b.q.numel())
-    assert ideal <= meter["loaded"] <= 1.10 * ideal, meter
-    assert meter["stored"] == 2 * out.numel()
+        with_tiles(16, n, 4, 4, splits)(b.q, *b.want_pool.unbind(0), out, b.starts, 1, b.seq_lens, 400, 0.1, 0, b.table, 0.0, **scales)
+    tokens, of = sum(case.seq_lens), meter["of"]
+    assert of["k_cache_ptr"] == of["v_cache_ptr"] == tokens * heads * width * b.pool.element_size()
+    pages = sum(-(-length // case.block_size) for length in case.seq_lens)
+    assert of["table_ptr"] <= 4 * heads * pages * (1 if splits == 1 else 2), "page numbers are loaded more than once"
+    assert of["q_ptr"] == b.q.nbytes * splits
+    ideal = 2 * of["k_cache_ptr"] + b.q.nbytes
+    if splits == 1: assert ideal <= meter["loaded"] <= 1.10 * ideal and meter["stored"] == out.nbytes, meter
+
+
+def test_a_split_without_keys_leaves_no_accumulator():
+    "What the splits store is in proportion to the keys that there are, and the reduction reads no more than that"
+    case = replace(CASES[1], heads=(4, 1), query_lens=(1,), seq_lens=(40,))
+    b = build(case)
+    out = torch.empty_like(b.q)
+    with tools.metered() as meter: with_tiles(16, 16, 4, 2, 16)(b.q, *b.want_pool.unbind(0), out, b.starts, 1, b.seq_lens, 40, 0.125, 0, b.table, 0.0)
+    assert meter["stored"] == 4 * 4 * (3 * case.head_dim + 2 * 16 + case.head_dim)  # 4 heads: 3 accumulators, (m, l) of 16 splits, the answer
+    assert meter["of"]["part_ptr"] == 4 * 4 * 3 * case.head_dim
+
+
+def test_page_numbers_are_loaded_once_a_page():
+    "Prefill in tiles of four pages, in tiles within a page, and pages that tiles do not fit: entries of the table loaded by the only program"
+    for block_size, n, loads in ((16, 64, 13), (64, 32, 7), (24, 16, 200)):
+        case = replace(CASES[0], heads=(1, 1), block_size=block_size, query_lens=(8,), seq_lens=(200,), table_slack=0)
+        b = build(case)
+        out = torch.empty_like(b.q)
+        with tools.metered() as meter: with_tiles(16, n, 4, 2, 1)(b.q, *b.want_pool.unbind(0), out, b.starts, 8, b.seq_lens, 200, 0.125, 0, b.table, 0.0)
+        assert meter["of"]["table_ptr"] == 4 * loads, block_size
+
+
+@pytest.mark.parametrize("case", FP8, ids=lambda c: c.name)
+def test_the_reference_in_fp8(case): assert check(reference, case) <= 1.6e-2
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_fp8_with_small_tiles(splits): check(triton_kernels, replace(FP8[2], seq_lens=(70, 133)), with_tiles(16, 16, 4, 4, splits))
+
+
+def test_fp8_numbers_are_stored_as_torch_rounds_them():
+    "Both ends of the range, ties, subnormal numbers, NaN and random bits, with a scale that is no power of two"
+    gen = torch.Generator().manual_seed(0)
+    ties = torch.arange(0, 126).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    x = torch.cat([(ties[1:] + ties[:-1]) / 2, -ties, torch.tensor([float("nan"), 1e30, -1e30, float("inf"), 448.0, 464.0, 465.0, 1e-30]), torch.randn(253, generator=gen) * 100])
+    x = x.view(1, 4, 128)
+    for scale in (1.0, 0.37, 1e-3):
+        pools = torch.zeros(2, 1, 1, 4, 128, dtype=torch.float8_e4m3fn)
+        triton_kernels.reshape_and_cache_flash(x, x, *pools.unbind(0), torch.zeros(1, dtype=torch.int64), "fp8_e4m3", scale, scale)
+        want = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        for pool in pools: assert same_bits(pool.view(1, 4, 128), want), scale
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_zeroing_takes_one_launch_for_all_layers(as_list):
+    shapes = [((2, 7, 16, 2, 64), torch.float16), ((2, 7, 16, 1, 80), torch.float8_e4m3fn), ((2, 7, 4, 3, 40), torch.float32)]
+    pools = [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in shapes]
+    blocks = [6, 0, 3]
+    with tools.reachable(*pools), tools.metered() as meter: triton_kernels.zero_blocks(pools, blocks if as_list else torch.tensor(blocks, dtype=torch.int32))
+    assert meter["programs"] == 3 * 2 * 3 and meter["stored"] == sum(pool[:, 0].nbytes for pool in pools) * 3
+    for pool in pools:
+        assert (pool[:, blocks].float() == 0).all() and pool[:, [1, 2, 4, 5]].float().isnan().all()
+    odd = torch.ones(2, 5, 1, 1, 10, dtype=torch.float16)  # 20 bytes a block
+    with tools.reachable(odd): triton_kernels.zero_blocks([odd], [4])
+    assert (odd[:, 4] == 0).all() and (odd[:, :4] == 1).all()
+    triton_kernels.zero_blocks(pools, [])
+    with tools.reachable(odd), pytest.raises(tools.OutOfBounds): triton_kernels.zero_blocks([odd], [5])
+    with pytest.raises(ValueError, match="without gaps"): triton_kernels.zero_blocks([torch.ones(2, 4, 3, 2).transpose(2, 3)], [1])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("q_len, kv_len, heads, head_dim, block_m, block_n", [(70, 70, (4, 2), 64, 32, 16), (7, 50, (2, 2), 40, 16, 16), (33, 71, (3, 1), 80, 16, 32), (1, 64, (4, 1), 16, 16, 64)])
+def test_flash_attention(q_len, kv_len, heads, head_dim, block_m, block_n, causal):
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, head_dim, generator=gen) for n, h in ((q_len, heads[0]), (kv_len, heads[1]), (kv_len, heads[1])))
+    got = flash_attention(q, k, v, causal=causal, block_m=block_m, block_n=block_n)
+    plain = [x.double().transpose(1, 2) for x in (q, *(y.repeat_interleave(heads[0] // heads[1], 2) for y in (k, v)))]
+    mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len) if causal else None
+    want = torch.nn.functional.scaled_dot_product_attention(*plain, attn_mask=mask).transpose(1, 2)
+    assert (got - want).abs().max() < 3e-6
 
 
 def test_padding_slots_write_nothing():
@@ -140,12 +222,17 @@ def test_padding_slots_write_nothing():
     assert b.pool.isnan().all()
 
 
-def test_scales_are_inert_and_fp8_is_refused_by_name():
+def test_scales_are_inert_in_16_bits_and_a_dtype_that_does_not_fit_is_refused_by_name():
     b, c = build(HALF[4]), build(HALF[4])
     triton_kernels.reshape_and_cache_flash(b.key, b.value, *b.pool.unbind(0), b.slots, "auto", 0.5, 3.0)
     triton_kernels.reshape_and_cache_flash(c.key, c.value, *c.pool.unbind(0), c.slots)
     assert same_bits(b.pool, c.pool)
-    with pytest.raises(ValueError, match="fp8"): triton_kernels.reshape_and_cache_flash(b.key, b.value, *b.pool.unbind(0), b.slots, "fp8")
+    for wrong, pool in (("fp8", b.pool), ("auto", b.pool.to(torch.float8_e4m3fn)), ("fp8_e5m2", b.pool)):
+        with pytest.raises(ValueError, match=wrong): triton_kernels.reshape_and_cache_flash(b.key, b.value, *pool.unbind(0), b.slots, wrong)
+    outs = [torch.empty_like(b.q) for _ in range(2)]
+    for out, scales in zip(outs, ({}, dict(k_scale=0.5, v_scale=3.0))):
+        triton_kernels.unified_attention(b.q, *b.want_pool.unbind(0), out, b.starts, 20, b.seq_lens, 40, 0.125, block_table=b.table, **scales)
+    assert torch.equal(*outs)
 
 
 def test_no_tokens(): # an empty batch launches nothing
