@@ -239,7 +239,8 @@ def attend_worker(worker, workers, q, k_pool, v_pool, out, starts, seq_lens, tab
     tokens = max(1, QUERY_ROWS // (q.shape[1] // kv_heads))  # query tokens an item covers
     rows = tokens * (q.shape[1] // kv_heads)
     scratch = (np.empty((kv_heads, rows, head_dim), F32), np.empty((kv_heads, rows, head_dim), F32), np.empty((kv_heads, rows), F32),
-               np.empty((kv_heads, rows), F32), np.empty((rows, TILE), F32), np.empty((kv_heads, TILE, head_dim), F32), np.empty((kv_heads, TILE, head_dim), F32))
+               np.empty((kv_heads, rows), F32), np.empty((rows, TILE), F32), np.empty((kv_heads, TILE, head_dim), F32),
+               np.empty((kv_heads, TILE, head_dim), F32))
     item, heads = 0, kv_heads if len(seq_lens) >= 2 * workers else 1
     for r in range(len(seq_lens)):
         n = starts[r + 1] - starts[r]

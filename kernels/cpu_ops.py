@@ -159,7 +159,8 @@ def turn_and_store(begin, end, positions, query, q_stride, q_heads, key, k_strid
         value_pool[slots[t] * width:slots[t] * width + width] = value[t * v_stride:t * v_stride + width]
 
 @njit(numba.void(I64, I64, *ROPE), parallel=True, cache=True)
-def turn_and_store_batch(workers, tokens, positions, query, q_stride, q_heads, key, k_stride, value, v_stride, k_heads, half, table, key_pool, value_pool, slots):
+def turn_and_store_batch(workers, tokens, positions, query, q_stride, q_heads, key, k_stride, value, v_stride, k_heads, half, table, key_pool, value_pool,
+                         slots):
     "`turn_and_store` of all tokens, each worker a share of them"
     for w in prange(workers):
         turn_and_store(tokens * w // workers, tokens * (w + 1) // workers, positions, query, q_stride, q_heads, key, k_stride, value, v_stride,

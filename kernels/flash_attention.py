@@ -92,16 +92,17 @@ def flash_attention(
     num_warps: int = 8,
     num_stages: int = 3,  # tiles of keys and values in flight, the one in use included
 ) -> torch.Tensor:
-    """Attention over contiguous keys and values; a tensor like q.
+    """Attention over contiguous keys and values; a tensor like q. Every row sees a key. The loop is FlashAttention-2's (arXiv 2307.08691).
 
-    ValueError where shapes do not fit, RuntimeError where Triton has no device. Rows with no visible key do not occur. FlashAttention-2's loop (arXiv 2307.08691)."""
+    ValueError where shapes do not fit, RuntimeError where Triton has no device."""
     (batch, q_len, heads, head_dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
     if k.shape != v.shape or k.shape[::3] != q.shape[::3] or heads % kv_heads or kv_len == 0 or (causal and q_len > kv_len):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together" + (" (causal)" if causal else ""))
     check_device(q)
     out = torch.empty_like(q)
     flash_kernel[(triton.cdiv(q_len, block_m), heads, batch)](
-        out, q, k, v, (softmax_scale or head_dim**-0.5) * math.log2(math.e), q_len, kv_len, *out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        out, q, k, v, (softmax_scale or head_dim**-0.5) * math.log2(math.e), q_len, kv_len,
+        *out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, HEAD_PAD=padded_head_dim(head_dim), BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal,
         num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     return out

@@ -69,7 +69,8 @@ def check_device(x: torch.Tensor, *pools: torch.Tensor):
     if x.device.type == "cuda" and not torch.version.hip and any(is_fp8(p) for p in pools):
         capability = torch.cuda.get_device_capability(x.device)
         if capability < (8, 9):
-            raise ValueError(f"an fp8 KV cache needs compute capability 8.9 or more, {torch.cuda.get_device_name(x.device)} has {capability[0]}.{capability[1]}")
+            name = torch.cuda.get_device_name(x.device)
+            raise ValueError(f"an fp8 KV cache needs compute capability 8.9 or more, {name} has {capability[0]}.{capability[1]}")
 
 # %% ../nbs/05f_kv_write.ipynb #aed78bfd
 def reshape_and_cache_flash(

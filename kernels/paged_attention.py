@@ -47,7 +47,8 @@ def find_request(start_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
 def key_range(first, seq_len, split, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """Positions that the BLOCK_Q queries from position `first` on may see, as far as they fall to this split: (oldest, start, full, masked, end).
 
-    Tiles begin at `start`, a multiple of BLOCK_N, and end at `end`. From `full` to `masked` every query sees every key. Keys in front of `oldest` must not be read."""
+    Tiles begin at `start`, a multiple of BLOCK_N, and end at `end`. From `full` to `masked` every query sees every key. Keys in front of
+    `oldest` must not be read."""
     end = tl.minimum(first + BLOCK_Q, seq_len)
     oldest, full = 0, 0
     if WINDOW > 0:
@@ -232,7 +233,8 @@ def num_splits(num_cores: int, num_seqs: int, num_kv_heads: int, max_seq_len: in
 # %% ../nbs/05_paged_kv_kernels.ipynb #3e7f6ebb
 def choose_tiles(arch: int | str, num_cores: int, itemsize: int, kv_itemsize: int, head_dim: int, group: int, num_kv_heads: int,
                  max_query_len: int, num_seqs: int, max_seq_len: int) -> Tiles:
-    """Tiles for a batch. `arch`: compute capability (80, 90, 100) or "gfx942"; `num_cores`: multiprocessors; `itemsize`, `kv_itemsize`: bytes of an element of q and of the pools.
+    """Tiles for a batch. `arch`: compute capability (80, 90, 100) or "gfx942"; `num_cores`: multiprocessors; `itemsize`, `kv_itemsize`:
+    bytes of an element of q and of the pools.
 
     No clock is involved, so the choice is the same on every run. The numbers come from the compiler's reports (tests/test_kernels_aot.py)."""
     if max_query_len > 1 and max_query_len * group > 16: return prefill_tiles(arch, itemsize, head_dim, group)
@@ -260,7 +262,8 @@ def device_shape(device: torch.device) -> tuple[int | str, int]:
     return arch, props.multi_processor_count
 
 # %% ../nbs/05_paged_kv_kernels.ipynb #93192dc5
-def launch_attention(tiles: Tiles, q, k_cache, v_cache, out, cu_seqlens_q, seqused_k, softmax_scale, window_size, block_table, softcap, k_scale=1.0, v_scale=1.0):
+def launch_attention(tiles: Tiles, q, k_cache, v_cache, out, cu_seqlens_q, seqused_k, softmax_scale, window_size, block_table, softcap,
+                     k_scale=1.0, v_scale=1.0):
     "Launch the kernel (and, with splits, the reduction) for the given tiles; the arguments are those of `unified_attention`"
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = k_cache.shape[2], len(seqused_k)

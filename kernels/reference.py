@@ -27,7 +27,8 @@ def check_write_args(key, value, key_cache, value_cache, slot_mapping, kv_cache_
     if kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
         raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is not supported; there are 'auto' (the pool's own dtype), 'fp8' and 'fp8_e4m3' (the same)")
     if (kv_cache_dtype != "auto") != is_fp8(key_cache):
-        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} does not go with pools of {key_cache.dtype}: 'fp8' needs torch.float8_e4m3fn, 'auto' any other dtype")
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} does not go with pools of {key_cache.dtype}: "
+                         "'fp8' needs torch.float8_e4m3fn, 'auto' any other dtype")
     if is_fp8(key_cache): check_scales(k_scale=k_scale, v_scale=v_scale)
     if key.shape != value.shape or key.dim() != 3:
         raise ValueError(f"key and value must be [num_tokens, num_kv_heads, head_dim] both, got {list(key.shape)} and {list(value.shape)}")

@@ -185,7 +185,8 @@ SWEEP, CANDIDATES, RACE = 2048, 2048, 2048   # tokens: of a row that a program l
 def find_cuts(logits: Tensor, metadata) -> tuple[Tensor, Tensor]:
     """What the filters of a `SamplingMetadata` keep of each row of logits [n, vocab] float32: (cut [n] float32, tie [n] int32).
 
-    Kept are tokens with logit / temperature above the cut, and with ids below `tie` those equal to it. Like vllm/v1/sample/ops/topk_topp_triton.py, by another way."""
+    Kept are tokens with logit / temperature above the cut, and with ids below `tie` those equal to it.
+    By another way: vllm/v1/sample/ops/topk_topp_triton.py."""
     check_device(logits)
     n, vocab_size = logits.shape
     cut, tie = logits.new_empty(n), torch.empty(n, dtype=torch.int32, device=logits.device)
@@ -299,7 +300,9 @@ def penalize_kernel(
 HISTORY = 256   # tokens of a history that one program walks
 
 def apply_penalties(logits: Tensor, token_ids: Tensor, penalties):
-    "Change the logits [n, vocab] float32 by a `Penalties`, from the tokens [max_num_reqs, max_model_len] int32 as they are by then. In place (vllm/v1/worker/gpu/sample/penalties.py)."
+    """Change the logits [n, vocab] float32 by a `Penalties`, from the tokens [max_num_reqs, max_model_len] int32 as they are by then. In place.
+
+    vllm/v1/worker/gpu/sample/penalties.py keeps counts for every row; here they are made anew, so that nothing can go stale."""
     check_device(logits)
     if not penalties.longest: return
     num_rows, vocab_size = penalties.columns.shape[1], logits.shape[1]

@@ -36,11 +36,12 @@ def target(arch):
 
 def source(fn, types, constants, unaligned=()):
     """The compiler's input for one kernel, specialised as the JIT would: pointers and strides divisible by 16 unless named in `unaligned`.
+    `constants` may name run-time arguments too: the JIT makes a constant of an integer that is 1.
 
     `types`: Triton type per run-time argument; arguments annotated in the kernel need no entry."""
     signature, attrs = {}, {}
     for i, param in enumerate(fn.params):
-        if param.is_constexpr:
+        if param.is_constexpr or param.name in constants:
             signature[param.name] = "constexpr"
             continue
         signature[param.name] = types.get(param.name) or param.annotation_type
@@ -50,23 +51,26 @@ def source(fn, types, constants, unaligned=()):
     return ASTSource(fn=fn, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs)
 
 
-def attention_source(dtype, tiles, num_q_heads, num_kv_heads, head_dim, block_size=16, window_size=0, softcap=0.0, kv_dtype=None, module=K):
+def attention_source(dtype, tiles, num_q_heads, num_kv_heads, head_dim, block_size=16, window_size=0, softcap=0.0, kv_dtype=None, module=K,
+                     one_request=False):
     p, kv = TRITON_TYPE[dtype], TRITON_TYPE[kv_dtype or dtype]
     types = dict(out_ptr=p, part_ptr="*fp32", part_m_ptr="*fp32", part_l_ptr="*fp32", q_ptr=p, k_cache_ptr=kv, v_cache_ptr=kv, table_ptr="*i32",
                  seq_len_ptr="*i32", start_ptr="*i32", scale="fp32", cap="fp32", v_scale="fp32", num_seqs="i32")
     constants = K.launch_constants(tiles, num_q_heads, num_kv_heads, head_dim, block_size, window_size, softcap)
-    return source(module.attention_kernel, types, constants, unaligned=("table_stride",))
+    return source(module.attention_kernel, types, constants | ({"num_seqs": 1} if one_request else {}), unaligned=("table_stride",))
 
 
-def flash_source(dtype, block_m, block_n, num_q_heads, num_kv_heads, head_dim, causal=True, module=F):
+def flash_source(dtype, block_m, block_n, num_q_heads, num_kv_heads, head_dim, causal=True, module=F, **ones):
     types = {n: TRITON_TYPE[dtype] for n in ("out_ptr", "q_ptr", "k_ptr", "v_ptr")} | dict(scale="fp32", q_len="i32", kv_len="i32")
-    constants = dict(GROUP=num_q_heads // num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=W.padded_head_dim(head_dim), BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal)
+    constants = dict(GROUP=num_q_heads // num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=W.padded_head_dim(head_dim), BLOCK_M=block_m, BLOCK_N=block_n,
+                     CAUSAL=causal, **ones)
     return source(module.flash_kernel, types, constants)
 
 
 def write_source(dtype, num_kv_heads, head_dim, block_size=16, kv_dtype=None):
-    types = {n: TRITON_TYPE[dtype] for n in ("key_ptr", "value_ptr")} | {n: TRITON_TYPE[kv_dtype or dtype] for n in ("key_cache_ptr", "value_cache_ptr")}
-    return source(W.write_kernel, types | dict(slot_ptr="*i64", k_scale="fp32", v_scale="fp32"), W.write_constants(num_kv_heads, head_dim, block_size))
+    p, kv = TRITON_TYPE[dtype], TRITON_TYPE[kv_dtype or dtype]
+    types = dict(key_ptr=p, value_ptr=p, key_cache_ptr=kv, value_cache_ptr=kv, slot_ptr="*i64", k_scale="fp32", v_scale="fp32")
+    return source(W.write_kernel, types, W.write_constants(num_kv_heads, head_dim, block_size))
 
 
 def write_old_source(dtype, num_kv_heads, head_dim, block_size=16):
@@ -79,9 +83,9 @@ def zero_source(element=W.tl.int32):
     return source(W.zero_kernel, dict(region_ptr="*i64", block_ptr="*i64"), dict(ELEMENT=element, CHUNK=1024))
 
 
-def reduce_source(dtype, num_q_heads, head_dim, num_splits):
+def reduce_source(dtype, num_q_heads, head_dim, num_splits, **ones):
     types = dict(out_ptr=TRITON_TYPE[dtype], part_ptr="*fp32", part_m_ptr="*fp32", part_l_ptr="*fp32", start_ptr="*i32", v_scale="fp32", num_seqs="i32")
-    constants = dict(NUM_HEADS=num_q_heads, HEAD_DIM=head_dim, HEAD_PAD=K.padded_head_dim(head_dim), NUM_SPLITS=num_splits)
+    constants = dict(NUM_HEADS=num_q_heads, HEAD_DIM=head_dim, HEAD_PAD=K.padded_head_dim(head_dim), NUM_SPLITS=num_splits, **ones)
     return source(K.reduce_kernel, types, constants)
 
 
@@ -155,7 +159,9 @@ def run_job(job, folder):
     if changes: module = variant(module, changes, folder)
     tiles = K.Tiles(*tiles)
     if kernel == "paged": report = compile_attention(arch, dtype, tiles, *heads, head_dim, module=module, **job)
-    else: report = compile_kernel(flash_source(dtype, tiles.block_m, tiles.block_n, *heads, head_dim, module=module, **job), arch, tiles.num_warps, tiles.num_stages)
+    else:
+        made = flash_source(dtype, tiles.block_m, tiles.block_n, *heads, head_dim, module=module, **job)
+        report = compile_kernel(made, arch, tiles.num_warps, tiles.num_stages)
     return report | dict(wide=wide_loads(report["opcodes"]), opcodes=dict(report["opcodes"]))
 
 

@@ -55,7 +55,7 @@ def watch(runner):
 
 # ---- the same tokens
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", ALL[:3])      # FULL alone is FULL_DECODE_ONLY
 def test_tokens_are_those_of_the_eager_model(paths, mode):
     want, _, _ = run_scheduler(make_worker(paths["llama"]), PROMPTS, PARAMS, 60)
     worker = graph_worker(graph_config(paths["llama"], mode))

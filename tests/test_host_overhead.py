@@ -1,6 +1,8 @@
 """What a step costs when the model costs nothing: it may grow with the running requests, and with nothing else. Instructions are counted, not seconds."""
 import json
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -189,16 +191,18 @@ def test_the_costless_engine_gives_every_request_real_text(tokenizer):
     finally: one.close()
 
 
-def test_the_script_writes_what_it_measures(model, tmp_path, capsys):
+def test_the_script_writes_what_it_measures(model, tmp_path):
     file = tmp_path / "deep" / "host.json"
-    host.main(["--model", model, "--sizes", "2", "8", "--skip-start", "--out", str(file)])
+    done = subprocess.run([sys.executable, "-m", "litevllm.bench.host", "--model", model, "--sizes", "2", "8", "--skip-start", "--out", str(file)],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert {"cpu", "cores", "versions", "date"} <= set(result["machine"]) and "starts_s" not in result
     for n in ("2", "8"):
         step = result["step_ms"][n]
         assert set(step) == {*host.STAGES, "total"} and all(v > 0 for v in step.values()) and result["two_processes_ms"][n] > 0
     assert set(result["tokens_per_s"]) == {"prefix hashing", "block allocation", "detokenizing"} and all(v > 1000 for v in result["tokens_per_s"].values())
-    assert "8 running" in capsys.readouterr().out and not children()
+    assert "8 running" in done.stdout and not children()
 
 
 # ---- start-up -------------------------------------------------------------------------------------------------------------------------

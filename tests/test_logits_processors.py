@@ -152,17 +152,14 @@ def batch_of(params, prompt=(1, 2, 3)):
     return rows, prepare_inputs(rows, plan)
 
 
-# on [n]: the chosen logit and what it says
-SMALL = {"zeros", "argmax", "unsqueeze", "gather", "select", "eq", "where", "scalar_tensor", "isfinite", "masked_fill_", "_to_copy", "abs", "ne", "mul"}
-
-
 def test_a_plain_batch_pays_nothing():
     "Greedy: one argmax, and nothing made for the device. Random: the calls that the filters and the race need, and no scatter or gather."
     rows, batch = batch_of([GREEDY] * 4)
     with Calls() as calls:
         metadata = make_sampling_metadata(rows, batch)
         Sampler()(torch.zeros(4, 9), metadata)
-    assert metadata.processors is None and metadata.all_greedy and calls.names["argmax"] == 1 and set(calls.names) <= SMALL
+    assert metadata.processors is None and metadata.all_greedy and calls.names["argmax"] == 1
+    assert set(calls.names) <= {"zeros", "argmax", "detach", "lift_fresh"}     # the last two are numpy looking at memory
     rows, batch = batch_of([SamplingParams(seed=i) for i in range(4)])
     with Calls() as calls: Sampler()(torch.zeros(4, 9), make_sampling_metadata(rows, batch))
     assert not set(calls.names) & {"index", "index_put_", "scatter_", "sort", "topk", "sum", "cumsum"}, calls.names

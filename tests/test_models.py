@@ -349,13 +349,13 @@ def test_one_graph_for_every_step(tmp_path, arch):
             return f(input_ids, positions)
         return forward
 
-    eager, model, ids = PagedModel(path, block_size=4), PagedModel(path, block_size=4), random_ids(40)
+    eager, model, ids = PagedModel(path, block_size=4), PagedModel(path, block_size=4, enforce_eager=False), random_ids(40)
     forward = compiled(model)
     for chunks in ({"A": ids[:5], "B": ids[:9]}, {"A": ids[5:6], "B": ids[9:10]}, {"A": ids[6:7], "C": ids[:20]}, {"D": ids}, {"A": ids[7:8], "B": ids[10:11], "C": ids[20:21], "D": ids[:1]}):
         got, want = model.step(chunks, forward=forward), eager.step(chunks)
         for req in chunks: torch.testing.assert_close(got[req], want[req], rtol=0, atol=1e-4)
     assert len(graphs) == 1
-    broken = PagedModel(path, block_size=4)
+    broken = PagedModel(path, block_size=4, enforce_eager=False)
     for layer in broken.config.compilation_config.static_forward_context.values(): layer.forward = types.MethodType(without_dependency, layer)
     out = broken.step({"A": ids[:5]}, forward=compiled(broken))["A"]
     assert out.isnan().all()   # attention read a cache that nobody had written

@@ -509,3 +509,16 @@ def test_gpu_memory_arithmetic(monkeypatch):
     memory = worker_module.GpuMemory(0.5)
     free[0], reserved[0] = (75 - 22 - 3) * unit, 22 * unit
     assert memory.left_for_kv() == (40 - 20 - 3) * unit
+
+
+def test_the_device_of_a_gpu_has_a_number(path, monkeypatch):
+    "torch.cuda.set_device refuses a device without one."
+    from dataclasses import replace
+    from litevllm.config import DeviceConfig
+    asked = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(torch._utils._get_device_index(device)))
+    monkeypatch.setattr(worker_module, "GpuMemory", lambda utilization: None)
+    monkeypatch.setattr(worker_module, "ModelRunner", lambda config, device: device)
+    worker = worker_module.Worker(replace(make_config(path), device_config=DeviceConfig("cuda")))
+    worker.init_device()
+    assert asked == [0] and worker.model_runner == torch.device("cuda", 0)

@@ -48,8 +48,10 @@ async def serve_at(llm, rate: float, seconds: float, requests: list[dict], seed:
     await asyncio.gather(*tasks)
     took = time.perf_counter() - started
     p = lambda values, share: sorted(values)[min(len(values) - 1, int(share*len(values)))]
-    return {"rate": rate, "requests": len(tasks), "seconds": took, "output_tokens_per_s": sum(requests[i % len(requests)]["max_tokens"] for i in range(len(tasks)))/took,
-            "first_token_s": {"p50": statistics.median(first), "p90": p(first, .9)}, "between_tokens_s": {"p50": statistics.median(between), "p90": p(between, .9)}}
+    return {"rate": rate, "requests": len(tasks), "seconds": took,
+            "output_tokens_per_s": sum(requests[i % len(requests)]["max_tokens"] for i in range(len(tasks)))/took,
+            "first_token_s": {"p50": statistics.median(first), "p90": p(first, .9)}, "between_tokens_s": {"p50": statistics.median(between),
+                                                                                                          "p90": p(between, .9)}}
 
 async def latency_curve(args: dict, requests: list[dict], rates=(0.5, 1.0, 2.0, 4.0), seconds: float = 12.0) -> list[dict]:
     "`serve_at` for each rate, on one `AsyncLLM`, after a warm-up request."
@@ -80,7 +82,8 @@ def linear_points(shape: Shape, rows=(1, 8, 64, 256), seconds: float = 0.3) -> l
             points.append(point(f"linear, {m} rows", 2*m*n*k, 4*(n*k + m*n + m*k), best_of(run, seconds)/len(layers)))
     return points
 
-def attention_points(config: dict, cases=((64, 1, 128), (64, 1, 512), (16, 1, 2048), (1, 1, 2048), (4, 256, 256)), seconds: float = 0.3, block_size: int = 16) -> list[dict]:
+def attention_points(config: dict, cases=((64, 1, 128), (64, 1, 512), (16, 1, 2048), (1, 1, 2048), (4, 256, 256)), seconds: float = 0.3,
+                     block_size: int = 16) -> list[dict]:
     "The CPU's paged attention for (requests, query tokens, keys) each; bytes are the keys and values, queries and outputs."
     import torch
     from litevllm.kernels import cpu_attention
@@ -140,7 +143,8 @@ def draw_roofline(ax, roof: dict, unit: str = "GFLOP/s"):
     for kind in dict.fromkeys(p["name"].split(",")[0] for p in roof["points"]):
         points = [p for p in roof["points"] if p["name"].split(",")[0] == kind]
         ax.plot([p["flop_per_byte"] for p in points], [p["gflop_s"] for p in points], "o", label=kind)
-        for p in points: ax.annotate(p["name"].partition(",")[2].strip(), (p["flop_per_byte"], p["gflop_s"]), fontsize=6, xytext=(4, -7), textcoords="offset points")
+        for p in points: ax.annotate(p["name"].partition(",")[2].strip(), (p["flop_per_byte"], p["gflop_s"]), fontsize=6, xytext=(4, -7),
+                                     textcoords="offset points")
     ax.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel=unit,
            title=f"Roof: {roof['read_gb_s']:.0f} GB/s, {roof['peak_gflop_s']:.0f} {unit}")
     ax.legend(frameon=False)

@@ -21,9 +21,11 @@ def device_facts(device: str) -> dict:
     facts = machine()
     if not device.startswith("cuda"): return facts
     p = torch.cuda.get_device_properties(0)
-    try: driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20).stdout.split("\n")[0]
+    try: driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True,
+                                 timeout=20).stdout.split("\n")[0]
     except (OSError, subprocess.TimeoutExpired): driver = ""
-    return facts | {"gpu": p.name, "capability": f"{p.major}.{p.minor}", "multiprocessors": p.multi_processor_count, "gpu_memory_gib": round(p.total_memory/2**30, 1),
+    return facts | {"gpu": p.name, "capability": f"{p.major}.{p.minor}", "multiprocessors": p.multi_processor_count,
+                    "gpu_memory_gib": round(p.total_memory/2**30, 1),
                     "driver": driver, "cuda": torch.version.cuda}
 
 def has_fp8(device: str) -> bool:
@@ -55,10 +57,12 @@ class Parts:
 def summary_line(value) -> str:
     "A part's result in a few words."
     if isinstance(value, list): return f"{sum(bool(v.get('ok', True)) for v in value)} of {len(value)}" + (" ok" if value and "ok" in value[0] else " measured")
-    return ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {str(v)[:160]}" for k, v in value.items() if k not in ("where", "path") and not isinstance(v, (dict, list)))
+    return ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {str(v)[:160]}" for k,
+                     v in value.items() if k not in ("where", "path") and not isinstance(v, (dict, list)))
 
 # %% ../../nbs/07c_gpu_script.ipynb #38240974
-QWEN3_06B = dict(vocab_size=151_936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=3072,
+QWEN3_06B = dict(vocab_size=151_936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+                 intermediate_size=3072,
                  max_position_embeddings=40_960, rope_theta=1_000_000.0, rms_norm_eps=1e-6, tie_word_embeddings=True)
 TINY = dict(vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=128,
             max_position_embeddings=2048, tie_word_embeddings=True)
@@ -92,7 +96,8 @@ def engines(device: str) -> dict[str, dict]:
 def run_engine(name: str, args: dict, options: dict, workload: dict, limit: float) -> dict:
     "Loads one engine, gives it the workload, ends it: seconds, output tokens a second, load time; RuntimeError with its reason where it failed."
     if "vllm" in name and name != "nanovllm": options = options | {"engine_args": {"skip_tokenizer_init": True} | args}
-    env = {"LITEVLLM_LOGGING_LEVEL": "INFO" if options["device"].startswith("cuda") else "WARNING", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
+    env = {"LITEVLLM_LOGGING_LEVEL": "INFO" if options["device"].startswith("cuda") else "WARNING", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
+           "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
         one = Running(Peer(name, sys.executable, options, env), Path(logs), limit)
@@ -121,14 +126,16 @@ def options_from(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--parts", type=lambda text: text.split(","), default=["kernels", "timings", "checks", "engines"])
     options = p.parse_args(argv)
     if not options.device.startswith("cuda") and not options.small: p.error("no CUDA device here; --small runs the same code on a CPU")
-    if options.small and not options.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1": p.error("without a GPU, set TRITON_INTERPRET=1 first")
+    if options.small and not options.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
+        p.error("without a GPU, set TRITON_INTERPRET=1 first")
     return options
 
 def kernel_parts(parts: Parts, device: str, small: bool):
     "Right or wrong, kernel by kernel."
     cases = [c for c in (gpu_checks.SMALL_CASES if small else gpu_checks.CASES) if has_fp8(device) or not c.fp8]
     parts.run("check attention", lambda: gpu_checks.attention_checks(cases, device))
-    parts.run("check flash", lambda: gpu_checks.flash_checks(device, **(dict(tokens=40, heads=(2, 1), head_dim=32, dtypes=(torch.float32,), block_m=16, block_n=16) if small else {})))
+    parts.run("check flash", lambda: gpu_checks.flash_checks(device, **(dict(tokens=40, heads=(2, 1), head_dim=32, dtypes=(torch.float32,), block_m=16,
+                                                                             block_n=16) if small else {})))
     sizes = dict(tokens=9, hidden=64, heads=(4, 2), head_size=32, dtypes=(torch.float32,)) if small else {}
     parts.run("check fused", lambda: gpu_checks.fused_checks(device, **sizes))
     parts.run("check zero_blocks", lambda: gpu_checks.zero_checks(device))
@@ -155,9 +162,11 @@ def engine_parts(parts: Parts, device: str, small: bool, requests: int):
         made = parts.run("write model", lambda: {"path": write_random_model(folder, shape, device, getattr(torch, dtype))})
         if "path" not in made: return
         kv_bytes = shape["num_hidden_layers"]*2*shape["num_key_value_heads"]*shape["head_dim"]*(4 if small else 2)
-        options = dict(model=folder, dtype=dtype, device=device, max_model_len=max(2*longest, 128), max_num_seqs=requests, vocab_size=shape["vocab_size"], patience=0.0,
+        options = dict(model=folder, dtype=dtype, device=device, max_model_len=max(2*longest, 128), max_num_seqs=requests, vocab_size=shape["vocab_size"],
+                       patience=0.0,
                        batch_size=rectangle_rows(device, kv_bytes, longest, requests), threads=0)
-        for name, args in engines(device).items(): parts.run(f"engine {name}", lambda: run_engine(name, args, options, workload, max(parts.left, 10)), needs=5 if small else 45)
+        for name, args in engines(device).items(): parts.run(f"engine {name}", lambda: run_engine(name, args, options, workload, max(parts.left, 10)),
+                                                             needs=5 if small else 45)
 
 def main(argv: list[str]) -> int:
     "Runs all parts, writes the JSON file; 0 where all checks passed and no part broke, else 1."
@@ -177,7 +186,8 @@ def main(argv: list[str]) -> int:
     result = {"machine": facts, "small": options.small, "results": parts.results, "seconds": parts.seconds, "problems": parts.problems, "failed_checks": bad}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(bad)} failed checks {bad}, {len(parts.problems)} problems {parts.problems}; {sum(parts.seconds.values()):.0f} s; written to {options.out.name}")
+    print(f"{len(bad)} failed checks {bad}, {len(parts.problems)} problems {parts.problems}; {sum(parts.seconds.values()):.0f} s; "
+          f"written to {options.out.name}")
     return 1 if bad or parts.problems else 0
 
 # %% ../../nbs/07c_gpu_script.ipynb #431d07af

@@ -53,7 +53,8 @@ CASES = (
     Case("fp8 cache, decode", (1,)*4, (65, 200, 513, 1000), fp8=True),
     Case("fp8 cache, prompts", (100, 40), (130, 300), fp8=True),
 )
-SMALL_CASES = tuple(Case(c.name, tuple(min(q, 20) for q in c.query_lens[:2]), tuple(min(s, 20) if s == q else min(s, 70) for s, q in zip(c.seq_lens[:2], c.query_lens)),
+SMALL_CASES = tuple(Case(c.name, tuple(min(q, 20) for q in c.query_lens[:2]), tuple(min(s, 20) if s == q else min(s, 70) for s,
+                                                                                    q in zip(c.seq_lens[:2], c.query_lens)),
                          (c.heads[0]//c.heads[1], 1), min(c.head_dim, 64), c.block_size, min(c.window, 16), c.softcap, c.fp8, torch.float32) for c in CASES)
 
 # %% ../../nbs/07h_gpu_checks.ipynb #e44b0e66
@@ -73,8 +74,10 @@ def lay_out(case: Case, device: str, seed: int = 0, data: bool = True) -> dict:
     scales = dict(k_scale=0.25, v_scale=0.5) if case.fp8 else {}
     return dict(q=random(n, case.heads[0], dim), key=random(len(slots), k, dim), value=random(len(slots), k, dim), pool=pool, scales=scales,
                 slots=torch.tensor(slots, dtype=torch.int64).to(device), cache_dtype="fp8" if case.fp8 else "auto",
-                args=dict(cu_seqlens_q=starts.to(device), max_seqlen_q=max(case.query_lens), seqused_k=torch.tensor(case.seq_lens, dtype=torch.int32).to(device),
-                          max_seqlen_k=max(case.seq_lens), softmax_scale=dim**-0.5, window_size=case.window, block_table=table.to(device), softcap=case.softcap))
+                args=dict(cu_seqlens_q=starts.to(device), max_seqlen_q=max(case.query_lens),
+                          seqused_k=torch.tensor(case.seq_lens, dtype=torch.int32).to(device),
+                          max_seqlen_k=max(case.seq_lens), softmax_scale=dim**-0.5, window_size=case.window, block_table=table.to(device),
+                          softcap=case.softcap))
 
 def flash_checks(device: str, tokens: int = 300, heads: tuple = (16, 8), head_dim: int = 128, dtypes=(torch.bfloat16, torch.float16), **tiles) -> list[dict]:
     "`flash_attention`, which knows no pages: as many queries as keys, and fewer, against the reference's arithmetic."
@@ -82,7 +85,8 @@ def flash_checks(device: str, tokens: int = 300, heads: tuple = (16, 8), head_di
     found, g = [], torch.Generator().manual_seed(0)
     for dtype in dtypes:
         for queries in (tokens, tokens//3):
-            q, k, v = (torch.randn(2, n, h, head_dim, generator=g).to(dtype).to(device) for n, h in ((queries, heads[0]), (tokens, heads[1]), (tokens, heads[1])))
+            q, k, v = (torch.randn(2, n, h, head_dim, generator=g).to(dtype).to(device) for n,
+                       h in ((queries, heads[0]), (tokens, heads[1]), (tokens, heads[1])))
             position = torch.arange(tokens - queries, tokens, device=device)
             want = torch.stack([reference.attend_one(q[i], k[i].double(), v[i].double(), 0, position, head_dim**-0.5, 0, 0.0) for i in range(2)])
             found.append(check(f"flash_attention {str(dtype)[6:]}, {queries} over {tokens}", flash_attention.flash_attention(q, k, v, **tiles), want))
@@ -105,7 +109,8 @@ def attention_checks(cases, device: str) -> list[dict]:
     return found
 
 # %% ../../nbs/07h_gpu_checks.ipynb #51586238
-def fused_checks(device: str, dtypes=(torch.bfloat16, torch.float16, torch.float32), tokens: int = 37, hidden: int = 1024, heads: tuple = (16, 8), head_size: int = 128) -> list[dict]:
+def fused_checks(device: str, dtypes=(torch.bfloat16, torch.float16, torch.float32), tokens: int = 37, hidden: int = 1024, heads: tuple = (16, 8),
+                 head_size: int = 128) -> list[dict]:
     "rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding and rope_and_cache of `litevllm.kernels.fused`."
     from litevllm.kernels import fused
     found, g = [], torch.Generator().manual_seed(0)
@@ -195,7 +200,7 @@ def reference_tokens(model_dir: str, prompts: list[list[int]], new_tokens: int, 
     return [o[0, len(p):].tolist() for o, p in zip(outs, prompts)]
 
 def engine_checks(device: str, variants=None, archs=("qwen3", "llama"), new_tokens: int = 24) -> list[dict]:
-    "For each architecture and variant of the engine's arguments: requests whose tokens are transformers', and the seconds it took. `variants`: {name: arguments}."
+    "By architecture and variant of the engine's arguments ({name: arguments}): requests whose tokens are transformers', and the seconds it took."
     from litevllm import LLM, SamplingParams
     from litevllm.tiny import write_tiny_model
     if variants is None: variants = {"eager": dict(enforce_eager=True)} | ({"graphs": {}, "fp8 cache": dict(kv_cache_dtype="fp8")} if device == "cuda" else {})
@@ -211,5 +216,6 @@ def engine_checks(device: str, variants=None, archs=("qwen3", "llama"), new_toke
                     got = [list(o.outputs[0].token_ids) for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)]
                 same, agree = sum(a == b for a, b in zip(got, want)), sum(x == y for a, b in zip(got, want) for x, y in zip(a, b))
                 found.append({"name": f"engine: {arch}, {name}", "same_requests": same, "of": len(want), "same_tokens": agree/(len(want)*new_tokens),
-                              "ok": same == len(want) or ("fp8" in name and all(len(g) == new_tokens for g in got)), "seconds": round(time.perf_counter() - started, 2)})
+                              "ok": same == len(want) or ("fp8" in name and all(len(g) == new_tokens for g in got)),
+                              "seconds": round(time.perf_counter() - started, 2)})
     return found

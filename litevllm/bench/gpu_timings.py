@@ -61,14 +61,16 @@ def attention_timing(requests: int, queries: int, keys: int, device: str, roof: 
     pairs = requests*sum(keys - queries + 1 + i for i in range(queries))
     nbytes = requests*keys*2*kv*case.head_dim*pool.element_size() + 2*out.numel()*out.element_size()
     kind = "decode" if queries == 1 else "prompt"
-    return timing(f"{kind}{', fp8 cache' if fp8 else ''}, {requests} x {queries} over {keys}", seconds_of(run, device), nbytes, 4*pairs*heads*case.head_dim, roof)
+    return timing(f"{kind}{', fp8 cache' if fp8 else ''}, {requests} x {queries} over {keys}", seconds_of(run, device), nbytes, 4*pairs*heads*case.head_dim,
+                  roof)
 
 def flash_timing(requests: int, tokens: int, device: str, roof: dict, heads: tuple = (16, 8), head_dim: int = 128, dtype=torch.bfloat16) -> dict:
     "The FlashAttention chapter's kernel over whole prompts without pages."
     from litevllm.kernels.flash_attention import flash_attention
     q, k, v = (torch.randn(requests, tokens, n, head_dim, device=device).to(dtype) for n in (heads[0], heads[1], heads[1]))
     tiles = dict(block_m=16, block_n=16) if dtype == torch.float32 else {}
-    return timing(f"prompt without pages, {requests} x {tokens}", seconds_of(lambda: flash_attention(q, k, v, **tiles), device), 2*(q.numel() + k.numel())*q.element_size(),
+    return timing(f"prompt without pages, {requests} x {tokens}", seconds_of(lambda: flash_attention(q, k, v, **tiles), device),
+                  2*(q.numel() + k.numel())*q.element_size(),
                   4*requests*tokens*(tokens + 1)//2*heads[0]*head_dim, roof)
 
 def sdpa_timing(requests: int, tokens: int, device: str, roof: dict, heads: tuple = (16, 8), head_dim: int = 128, dtype=torch.bfloat16) -> dict:
@@ -89,7 +91,8 @@ def attention_timings(device: str, roof: dict, decodes=DECODES, prompts=PROMPTS,
     return found
 
 # %% ../../nbs/07i_gpu_timings.ipynb #48822d90
-def fused_timings(device: str, roof: dict, tokens: int = 8192, hidden: int = 1024, inner: int = 3072, heads: tuple = (16, 8), size: int = 128, dtype=torch.bfloat16) -> list[dict]:
+def fused_timings(device: str, roof: dict, tokens: int = 8192, hidden: int = 1024, inner: int = 3072, heads: tuple = (16, 8), size: int = 128,
+                  dtype=torch.bfloat16) -> list[dict]:
     "Norms, activation, and rotation with the cache write, on `tokens` tokens of Qwen3-0.6B's widths."
     from litevllm.kernels import fused
     random = lambda *shape: torch.randn(*shape, device=device).to(dtype)
@@ -114,5 +117,7 @@ def sampling_timings(device: str, roof: dict, rows: int = 256, vocab: int = 151_
     keys = torch.from_numpy(noise_keys(np.arange(rows, dtype=np.uint64), np.arange(rows))).to(device)
     full = lambda value, dtype=torch.float32: torch.full((rows,), value, dtype=dtype, device=device)
     cases = {"greedy": SamplingMetadata(True), "temperature": SamplingMetadata(False, temperature=full(0.8), noise_keys=keys),
-             "top_k 50, top_p 0.9, min_p 0.01": SamplingMetadata(False, temperature=full(0.8), noise_keys=keys, top_k=full(50, torch.int32), top_p=full(0.9), min_p=full(0.01))}
-    return [timing(f"sampling, {name}, {rows} rows", seconds_of(lambda: sampler(logits.clone(), m), device), 4*rows*vocab, 0, roof) for name, m in cases.items()]
+             "top_k 50, top_p 0.9, min_p 0.01": SamplingMetadata(False, temperature=full(0.8), noise_keys=keys, top_k=full(50, torch.int32), top_p=full(0.9),
+                                                                 min_p=full(0.01))}
+    return [timing(f"sampling, {name}, {rows} rows", seconds_of(lambda: sampler(logits.clone(), m), device), 4*rows*vocab, 0, roof) for name,
+            m in cases.items()]

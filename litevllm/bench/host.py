@@ -58,9 +58,11 @@ def costless_config(num_running: int, tokenizer: str = "/nowhere", async_schedul
     "For `num_running` requests at once, with KV blocks enough for all of them. tokenizer: a local directory."
     model = ModelConfig("/nowhere", "costless", tokenizer, "float32", max_model_len, seed=0, vocab_size=VOCAB, enforce_eager=True, architecture="None")
     blocks = num_running * -(-max_model_len // 16) + 1
-    return VllmConfig(model, CacheConfig(num_gpu_blocks_override=blocks), SchedulerConfig(max(8192, num_running), num_running, max_model_len, async_scheduling=async_scheduling))
+    return VllmConfig(model, CacheConfig(num_gpu_blocks_override=blocks), SchedulerConfig(max(8192, num_running), num_running, max_model_len,
+                                                                                          async_scheduling=async_scheduling))
 
-def costless_request(name: str, prompt_len: int = 64, max_tokens: int = 4000, first: int = 0, kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY) -> EngineCoreRequest:
+def costless_request(name: str, prompt_len: int = 64, max_tokens: int = 4000, first: int = 0,
+                     kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY) -> EngineCoreRequest:
     "A greedy request that runs for `max_tokens` tokens; `first` tells prompts apart."
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     params.output_kind = kind
@@ -108,7 +110,8 @@ class OneProcess:
         self.sender.connect("inproc://outputs")
         self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(EngineCoreOutputs)
         scheduler, runner = self.core.scheduler, self.core.model_executor.worker.model_runner
-        for owner, method, name in ((scheduler, "schedule", "schedule"), (scheduler, "update_from_output", "update"), (runner, "execute_model", "rows and batch"),
+        for owner, method, name in ((scheduler, "schedule", "schedule"), (scheduler, "update_from_output", "update"),
+                                    (runner, "execute_model", "rows and batch"),
                                     (runner, "run_model", "metadata, forward"), (runner, "sample", "logits, sample")):
             self.watch.watch(owner, method, name)
 
@@ -133,7 +136,8 @@ class OneProcess:
         self.context.destroy(linger=0)
         self.core.shutdown()
 
-def step_by_stage(num_running: int = 256, num_steps: int = 150, tokenizer=None, kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY, **request) -> dict[str, float]:
+def step_by_stage(num_running: int = 256, num_steps: int = 150, tokenizer=None, kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+                  **request) -> dict[str, float]:
     "Milliseconds of a step of `num_running` decoding requests by stage, medians over the steps, and their sum as \"total\"."
     one, num_threads = OneProcess(costless_config(num_running, async_scheduling=False), tokenizer), torch.get_num_threads()
     torch.set_num_threads(1)     # the vocabulary is small: waiting for a second thread would be all that it does
@@ -318,7 +322,8 @@ def measure(model: str, sizes: tuple[int, ...] = (16, 64, 256, 1024), starts: in
               "tokens_per_s": throughput(tokenizer),
               "instructions": {n: instructions_by_stage(n, tokenizer=tokenizer) for n in sizes if n <= 256}}
     if starts:
-        result["import_s"] = {m: import_seconds(m) for m in ("litevllm", "litevllm.llm", "litevllm.engine.core", "litevllm.worker.worker", "torch", "transformers")}
+        result["import_s"] = {m: import_seconds(m) for m in ("litevllm", "litevllm.llm", "litevllm.engine.core", "litevllm.worker.worker", "torch",
+                                                             "transformers")}
         result["starts_s"] = [measure_start(model) for _ in range(starts)]
     return result
 
@@ -333,7 +338,8 @@ def main(argv: list[str]):
     options = p.parse_args(argv)
     result = measure(options.model, tuple(options.sizes), 0 if options.skip_start else options.starts)
     for n, step in result["step_ms"].items():
-        print(f"{n} running: {step['total']:.2f} ms a step ({result['two_processes_ms'][n]:.2f} in two processes):", ", ".join(f"{k} {step[k]:.2f}" for k in STAGES))
+        print(f"{n} running: {step['total']:.2f} ms a step ({result['two_processes_ms'][n]:.2f} in two processes):",
+              ", ".join(f"{k} {step[k]:.2f}" for k in STAGES))
     print(", ".join(f"{k} {v / 1e6:.2f} million tokens/s" for k, v in result["tokens_per_s"].items()))
     if "starts_s" in result:
         best = min(result["starts_s"], key=lambda s: s["front"]["exit"])
@@ -343,4 +349,6 @@ def main(argv: list[str]):
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 # %% ../../nbs/07b_host_overhead.ipynb #21f5c8fb
-if __name__ == "__main__" and "__file__" in globals(): main(sys.argv[1:])   # in a notebook there is no __file__
+if __name__ == "__main__" and "__file__" in globals():   # as a program, not in this notebook
+    from litevllm.bench.host import main                  # the module under its own name, by which the child finds the executor
+    main(sys.argv[1:])

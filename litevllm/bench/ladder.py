@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from .floor import best_of
 
 # %% ../../nbs/07_making_it_fast.ipynb #56a0be1e
-def padded_attention(q, k_cache, v_cache, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, window_size=0, block_table=None, softcap=0.0):
+def padded_attention(q, k_cache, v_cache, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, window_size=0, block_table=None,
+                     softcap=0.0):
     "Decoding the plain way: gather each request's pages into one padded tensor, and call scaled_dot_product_attention. One query token a request."
     if max_seqlen_q != 1 or window_size or softcap: raise ValueError("the plain version decodes, without window and soft cap")
     n, size = len(seqused_k), k_cache.shape[1]
@@ -39,7 +40,8 @@ class Ladder:
         from litevllm.model.layers import Linear, RMSNorm, SiluAndMul
         from litevllm.model.llama import LlamaAttention
         from litevllm.model.loader import get_model
-        args = EngineArgs(model=model_dir, dtype="float32", enforce_eager=True, attention_backend="CPU_ATTN", max_model_len=context + block_size, block_size=block_size)
+        args = EngineArgs(model=model_dir, dtype="float32", enforce_eager=True, attention_backend="CPU_ATTN", max_model_len=context + block_size,
+                          block_size=block_size)
         self.config = args.create_engine_config(DeviceFacts("cpu"))
         self.model, self.ops, self.walk = get_model(self.config), cpu_ops, cpu_attention
         self.layers = self.config.compilation_config.static_forward_context
@@ -68,7 +70,8 @@ class Ladder:
         from litevllm.model.forward_context import set_forward_context
         n, table = torch.arange(batch), self.table[:batch]
         slots = table[:, self.context//self.block_size].long()*self.block_size + self.context % self.block_size
-        metadata = AttentionMetadata(num_actual_tokens=batch, max_query_len=1, query_start_loc=torch.arange(batch + 1, dtype=torch.int32), max_seq_len=self.context + 1,
+        metadata = AttentionMetadata(num_actual_tokens=batch, max_query_len=1, query_start_loc=torch.arange(batch + 1, dtype=torch.int32),
+                                     max_seq_len=self.context + 1,
                                      seq_lens=torch.full((batch,), self.context + 1, dtype=torch.int32), block_table=table, slot_mapping=slots)
         with set_forward_context(dict.fromkeys(self.layers, metadata), self.config):
             hidden = self.model((7*n + 11) % self.model.lm_head.weight.shape[0], torch.full((batch,), self.context))
@@ -90,7 +93,8 @@ def time_parts(ladder: Ladder, batch: int, seconds: float = 0.5) -> dict[str, di
     def small(rung):
         ladder.climb(rung)
         for block, norm_act in zip(ladder.model.model.layers, layers): small_operations(block, norm_act, rung)
-    qkv, x, gate_up = torch.randn(batch, sum(ladder.blocks[0].sizes)), torch.randn(batch, ladder.linears[0].weight.shape[1]), torch.randn(batch, ladder.model.model.layers[0].mlp.gate_up_proj.weight.shape[0])
+    qkv, x = torch.randn(batch, sum(ladder.blocks[0].sizes)), torch.randn(batch, ladder.linears[0].weight.shape[1])
+    gate_up = torch.randn(batch, ladder.model.model.layers[0].mlp.gate_up_proj.weight.shape[0])
     residual, positions, slots = torch.randn_like(x), torch.full((batch,), ladder.context), table[:, -1].long()*ladder.block_size
     def small_operations(block, layer, rung):
         q, k, v = qkv.split(ladder.blocks[0].sizes, -1)
@@ -102,14 +106,16 @@ def time_parts(ladder: Ladder, batch: int, seconds: float = 0.5) -> dict[str, di
             q, k = ladder.model.model.rotary_emb(positions, q, k)
             layer.impl.do_kv_cache_update(layer, *(t.reshape(batch, -1, layer.head_size) for t in (k, v)), layer.kv_cache, slots)
     with torch.inference_mode():
-        return {"attention": {"plain": best_of(lambda: attention(padded_attention), seconds), "walk the pages": best_of(lambda: attention(ladder.walk.unified_attention), seconds)},
+        return {"attention": {"plain": best_of(lambda: attention(padded_attention), seconds),
+                              "walk the pages": best_of(lambda: attention(ladder.walk.unified_attention), seconds)},
                 "products": {"plain": best_of(lambda: products([lambda x, w=m.weight, b=m.bias: F.linear(x, w, b) for m in ladder.linears]), seconds),
                              "pack the weights": best_of(lambda: products([packed for _, packed in ladder.kernels]), seconds),
                              "few rows": best_of(lambda: products([own for own, _ in ladder.kernels]), seconds)},
                 "small": {"plain": best_of(lambda: small(0), seconds), "fuse": best_of(lambda: small(4), seconds)}}
 
 # %% ../../nbs/07_making_it_fast.ipynb #a0a45689
-CHANGES = {"walk the pages": ("attention", "plain"), "pack the weights": ("products", "plain"), "few rows": ("products", "pack the weights"), "fuse": ("small", "plain")}
+CHANGES = {"walk the pages": ("attention", "plain"), "pack the weights": ("products", "plain"), "few rows": ("products", "pack the weights"),
+           "fuse": ("small", "plain")}
 
 def measure(ladder: Ladder, batch: int, rounds: int = 5, seconds: float = 0.5) -> dict:
     "Median seconds of a step on every rung, taken in turns; for each rung the prediction from the one before; and the parts."
@@ -125,7 +131,8 @@ def measure(ladder: Ladder, batch: int, rounds: int = 5, seconds: float = 0.5) -
     for before, name in zip(RUNGS, RUNGS[1:]):
         part, old = CHANGES[name]
         predicted[name] = step[before] - parts[part][old] + parts[part][name]
-    return {"batch": batch, "context": ladder.context, "step_s": step, "spread_s": {n: [min(t), max(t)] for n, t in times.items()}, "predicted_s": predicted, "parts_s": parts}
+    return {"batch": batch, "context": ladder.context, "step_s": step, "spread_s": {n: [min(t), max(t)] for n, t in times.items()}, "predicted_s": predicted,
+            "parts_s": parts}
 
 def main(argv: list[str]):
     "ladder.py MODEL_DIR THREADS: prints one line of JSON, a measurement for each batch size."

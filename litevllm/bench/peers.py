@@ -30,7 +30,8 @@ def vllm_python() -> str | None:
 
 def preloads(python: str) -> str:
     "tcmalloc and Intel's OpenMP for `LD_PRELOAD`, those of the two that are found beside vLLM or in the system."
-    places = [Path(os.environ.get("PEERS", "/nowhere"))/"tcm"/"usr"/"lib"/"x86_64-linux-gnu", Path("/usr/lib/x86_64-linux-gnu"), Path(python).parent.parent/"lib"]
+    places = [Path(os.environ.get("PEERS", "/nowhere"))/"tcm"/"usr"/"lib"/"x86_64-linux-gnu", Path("/usr/lib/x86_64-linux-gnu"),
+              Path(python).parent.parent/"lib"]
     found = [next((p/name for p in places if (p/name).exists()), None) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     return ":".join(str(f) for f in found if f)
 
@@ -39,11 +40,13 @@ NAMES = ("litevllm", "vllm", "vllm-eager", "transformers-static", "transformers-
 def find_peers(names, model: str, threads: int, **options) -> list[Peer]:
     "Those of `names` that can be run here, for a model directory; ValueError for a name that is no peer."
     shared = dict(model=model, threads=threads, dtype="float32", max_model_len=2048, max_num_seqs=64) | options
-    common = {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
+    common = {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+              "PYTHONSAFEPATH": "1"}
     found = []
     for name in names:
         if name not in NAMES: raise ValueError(f"no peer {name!r}; there are {', '.join(NAMES)}")
-        if name == "litevllm": found.append(Peer(name, sys.executable, shared, common | {"LITEVLLM_LOGGING_LEVEL": "WARNING", "LITEVLLM_CPU_KVCACHE_SPACE": "2"}))
+        if name == "litevllm": found.append(Peer(name, sys.executable, shared, common | {"LITEVLLM_LOGGING_LEVEL": "WARNING",
+                                                                                         "LITEVLLM_CPU_KVCACHE_SPACE": "2"}))
         elif name.startswith("transformers"): found.append(Peer(name, sys.executable, shared, common))
         elif python := vllm_python():
             env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(threads))), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING",
@@ -63,9 +66,11 @@ class Running:
     def start(self) -> dict:
         "Starts the process and waits until the engine is loaded; its first line, or an error."
         env = os.environ | self.peer.env
-        if self.peer.name.startswith("litevllm"): env["PYTHONPATH"] = os.pathsep.join([str(Path(one_peer.__file__).resolve().parents[2]), env.get("PYTHONPATH", "")])
+        if self.peer.name.startswith("litevllm"): env["PYTHONPATH"] = os.pathsep.join([str(Path(one_peer.__file__).resolve().parents[2]),
+                                                                                       env.get("PYTHONPATH", "")])
         with self.log.open("a") as log:
-            self.process = subprocess.Popen([self.peer.python, one_peer.__file__, self.peer.name, json.dumps(self.peer.options)], text=True, stdin=subprocess.PIPE,
+            self.process = subprocess.Popen([self.peer.python, one_peer.__file__, self.peer.name, json.dumps(self.peer.options)], text=True,
+                                            stdin=subprocess.PIPE,
                                             stdout=subprocess.PIPE, stderr=log, env=env, start_new_session=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, args=(self.process.stdout, self.lines), daemon=True).start()
@@ -117,7 +122,8 @@ def interleave(running: list[Running], workloads: list[dict], rounds: int, round
                 answer = one.ask(workload)
                 if "error" in answer: failed.add((name, workload["name"]))
                 runs.append({"peer": name, "round": number, "workload": workload["name"]} | answer)
-                speed = f"{answer['seconds']:7.2f} s {answer['output_tokens_per_s']:7.1f} tokens/s, foreign {answer['foreign'] or 0:.1%}" if "seconds" in answer else answer["error"]
+                speed = answer["error"] if "seconds" not in answer else (
+                    f"{answer['seconds']:7.2f} s {answer['output_tokens_per_s']:7.1f} tokens/s, foreign {answer['foreign'] or 0:.1%}")
                 print(f"round {number}  {workload['name']:9s} {name:24s} {speed}", file=sys.stderr, flush=True)
         after_round(runs)
     return runs
@@ -159,9 +165,11 @@ def table_text(summary: dict, floors: dict[str, dict] | None = None) -> str:
                                  f"{floor['decode_s']:.2f}, cache {floor['kv_read_s']:.2f}); fastest products " + winners(floor["winner"]) if floor else ""))
         for peer, e in peers.items():
             if "error" in e: lines.append(f"  {peer:24s} {e['error']}")
-            else: lines.append(f"  {peer:24s} {e['output_tokens_per_s']:7.1f} tokens/s [{e['spread'][0]:.1f}, {e['spread'][1]:.1f}] of {e['runs']} runs, {e['quiet']} quiet"
+            else: lines.append(f"  {peer:24s} {e['output_tokens_per_s']:7.1f} tokens/s [{e['spread'][0]:.1f}, {e['spread'][1]:.1f}] of {e['runs']} runs, "
+                               f"{e['quiet']} quiet"
                                f"{', {:.0%} of the floor'.format(e['of_floor']) if 'of_floor' in e else ''}, tokens {e['same_tokens'][0]}/{e['same_tokens'][1]}"
-                               f"{', litevllm is {:.2f} times as fast [{:.2f}, {:.2f}]'.format(e['ours_over_theirs'], *e['ratio_spread']) if 'ours_over_theirs' in e else ''}")
+                               + (', litevllm is {:.2f} times as fast [{:.2f}, {:.2f}]'.format(e['ours_over_theirs'], *e['ratio_spread'])
+                                  if 'ours_over_theirs' in e else ''))
     return "\n".join(lines)
 
 def winners(by_size: dict) -> str:
@@ -227,7 +235,8 @@ def main(argv: list[str]) -> dict:
     for part in options.parts: result.pop(part, None)
     result["dates"] = result.get("dates", {}) | dict.fromkeys(options.parts, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
     result |= {"machine": one_peer.machine() | {"threads": options.threads}, "model": options.model, "dtype": "float32", "workloads":
-              [{"name": w["name"], "digest": digest(w["requests"]), "requests": len(w["requests"]), "prompt_tokens": sum(len(r["prompt_token_ids"]) for r in w["requests"]),
+              [{"name": w["name"], "digest": digest(w["requests"]), "requests": len(w["requests"]),
+                "prompt_tokens": sum(len(r["prompt_token_ids"]) for r in w["requests"]),
                 "output_tokens": sum(r["max_tokens"] for r in w["requests"])} for w in workloads]}
     def measure_floor():
         new = in_process("floor", model, options.threads, options.floor_seconds, threads=options.threads)
@@ -270,7 +279,8 @@ def main(argv: list[str]) -> dict:
 def host_part() -> dict:
     "What `litevllm.bench.host` writes."
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        done = subprocess.run([sys.executable, "-m", "litevllm.bench.host", "--out", file.name], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+        done = subprocess.run([sys.executable, "-m", "litevllm.bench.host", "--out", file.name], capture_output=True, text=True, timeout=600,
+                              stdin=subprocess.DEVNULL)
         return json.loads(Path(file.name).read_text()) if done.returncode == 0 else {"error": done.stderr[-500:]}
 
 # %% ../../nbs/07a_benchmarks.ipynb #03f7f65c

@@ -68,6 +68,9 @@ class EngineCoreClient:
     def make_stats(self) -> SchedulerStats: return msgspec.convert(self.call_utility("make_stats"), SchedulerStats)
 
 # %% ../../nbs/01b_core_client.ipynb #80e48891
+_CHILD_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000",
+              "MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+
 class ChildProcess:
     "`python -m litevllm.engine.core ARGS`: what it prints goes on to `sys.stderr`, its last lines are kept, and it can be ended."
     def __init__(self): self.process, self.relay, self.last_lines = None, None, deque(maxlen=40)
@@ -75,7 +78,7 @@ class ChildProcess:
     def start(self, args: list[str]):
         "Apart from the constructor, so that whoever is to end it has it in hand before there is anything to end."
         # the child finds modules just as this process does, uninstalled checkouts and `python -c` included
-        env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"} | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        env = _CHILD_ENV | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         command = [sys.executable, "-u", "-P", "-X", "faulthandler", "-m", "litevllm.engine.core", *args]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=env, start_new_session=True)   # its own session: Ctrl-C does not reach it

@@ -25,8 +25,7 @@ def get_ops(vllm_config) -> ModuleType | None:
     backend = get_attn_backend(vllm_config.attention_config.backend, vllm_config.device_config.device)
     if vllm_config.compilation_config.mode == "compile": return None
     if backend.name == "CPU_ATTN" and vllm_config.model_config.dtype != "float32": return None   # no CPU instruction here multiplies 16-bit numbers
-    try: return backend.fused_ops
-    except ModuleNotFoundError: return None   # TEMPORARY until kernels/fused.py exists
+    return backend.fused_ops
 
 # %% ../../nbs/04b_layers.ipynb #2bba75a7
 class RMSNorm(nn.Module):

@@ -65,7 +65,7 @@ def weak_reference(value: Any) -> Any:
 
 class CudaGraph:
     "One recording on a GPU."
-    def __init__(self, pool: "CUDAGraphPool"): self.graph, self.pool, self.output = torch.cuda.CUDAGraph(), pool, None
+    def __init__(self, pool): self.graph, self.pool, self.output = torch.cuda.CUDAGraph(), pool, None
 
     def capture(self, function: Callable, args: tuple) -> Any:
         """Record `function(*args)`; its output, which stays valid while whoever called captures on.
@@ -82,7 +82,7 @@ class CudaGraph:
 # %% ../../nbs/03c_cuda_graphs.ipynb #8f54c23d
 class EagerGraph:
     "The stand-in for a machine without a GPU: replays by running the captured function on the captured addresses, in the captured context."
-    def __init__(self, pool: "CUDAGraphPool"): self.pool, self.output = pool, None
+    def __init__(self, pool): self.pool, self.output = pool, None
 
     def capture(self, function: Callable, args: tuple) -> Any:
         "Run and remember."
@@ -110,7 +110,7 @@ class CUDAGraphPool:
     check_addresses: bool = False        # compare the addresses of arguments at each replay (costs time; tests do)
     handle: Any = None                   # of CUDA's memory pool
     enabled: bool = False
-    wrappers: list["CUDAGraphWrapper"] = field(default_factory=list)
+    wrappers: list = field(default_factory=list)
 
     @contextlib.contextmanager
     def capturing(self):

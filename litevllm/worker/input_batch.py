@@ -17,7 +17,7 @@ import torch
 from ..core.output import CachedRequestData, NewRequestData, SchedulerOutput
 from ..display import html_table
 from ..sampling_params import SamplingParams
-from .buffers import StagedWriteTensor, pack_to_device, to_device
+from .buffers import StagedWriteTensor, pack_to_device
 
 # %% ../../nbs/03_input_flattening.ipynb #96df7a4f
 @dataclass(slots=True)
@@ -223,11 +223,10 @@ class InputBatch:
         return html_table(["flat index", *range(len(self.input_ids))], table, caption)
 
 # %% ../../nbs/03_input_flattening.ipynb #a168189a
-def prepare_inputs(rows: RequestRows, plan: SchedulerOutput, device: torch.device | str = "cpu", buffers: "InputBuffers | None" = None,
-                   descriptor=None) -> InputBatch:
+def prepare_inputs(rows: RequestRows, plan: SchedulerOutput, device: torch.device | str = "cpu", buffers=None, descriptor=None) -> InputBatch:
     """Gather one step's flat batch from the rows; no loop over tokens, none over requests without drafts, and no value is asked of the device.
 
-    With a `descriptor` (a `BatchDescriptor` of chapter 03c) it is padded to that shape, in `buffers`: same shape, same addresses."""
+    With a `BatchDescriptor` (chapter 03c) it is padded to that shape, in `buffers`, the `InputBuffers` below: same shape, same addresses."""
     req_ids = list(plan.num_scheduled_tokens)
     index = lookup(rows, req_ids)
     scheduled = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(req_ids))

@@ -168,8 +168,8 @@ def apply_penalties(logits: Tensor, token_ids: Tensor, penalties: Penalties):
     "On a CPU: repetition penalty by the sign of the logit, then subtract what frequency and presence penalties come to. In place."
     columns = penalties.columns.numpy()
     owner, ids, counts = count_tokens(token_ids.numpy(), columns, penalties.prompt_sets)
-    repetition, frequency, presence = columns[5:].view(np.float32)[:, owner]
+    repetition, frequency, presence = (column.take(owner) for column in columns[5:].view(np.float32))
     less = torch.from_numpy(frequency * counts + presence * (counts > 0))
-    pairs, repetition = (torch.from_numpy(columns[0, owner].astype(np.int64)), torch.from_numpy(ids)), torch.from_numpy(repetition)
+    pairs, repetition = (torch.from_numpy(columns[0].astype(np.int64).take(owner)), torch.from_numpy(ids)), torch.from_numpy(repetition)
     seen = logits[pairs]
     logits.index_put_(pairs, torch.where(seen > 0, seen / repetition, seen * repetition) - less)

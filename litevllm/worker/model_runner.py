@@ -21,7 +21,7 @@ from ..logger import init_logger
 from ..model.attention import AttentionMetadata
 from ..model.forward_context import BatchDescriptor, set_forward_context
 from ..model.loader import get_model
-from .buffers import to_device, to_host
+from .buffers import to_host
 from .compilation import maybe_compile
 from .cuda_graphs import CudaGraph, CudagraphDispatcher, CUDAGraphPool
 from .input_batch import InputBatch, InputBuffers, RequestRows, append_sampled, prepare_inputs, write_sampled
@@ -43,7 +43,7 @@ def build_attn_metadata(batch: InputBatch) -> AttentionMetadata:
 # %% ../../nbs/03a_model_runner.ipynb #0219aaa3
 class AsyncModelRunnerOutput:
     "A step that was launched; `get_output` waits for it (vllm/v1/outputs.py)."
-    def __init__(self, runner: "ModelRunner", plan: SchedulerOutput, batch: InputBatch | None = None):
+    def __init__(self, runner, plan: SchedulerOutput, batch: InputBatch | None = None):
         self.runner, self.plan, self.batch = runner, plan, batch
         self.token_ids = self.failed = self.logprobs = self.prompt_logprobs = self.event = None
 
@@ -183,8 +183,8 @@ class ModelRunner:
 
     def zero_blocks(self, block_ids: list[int]):
         "Clear freshly allocated blocks in every layer."
-        index = to_device(np.array(block_ids, np.int64), self.device)
-        for layer in self.layers.values(): layer.kv_cache.index_fill_(1, index, 0)
+        layers = list(self.layers.values())
+        layers[0].backend.kernels.zero_blocks([layer.kv_cache for layer in layers], block_ids)
 
     @torch.inference_mode()
     def profile_run(self):

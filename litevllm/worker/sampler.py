@@ -112,9 +112,10 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     p, top = top_p[:, None], logits.amax(-1, keepdim=True)
     wanted = torch.where(p < 1, p * (logits - top).exp_().sum(-1, keepdim=True), torch.inf)
     count = min(_TOP_P_FIRST_LOOK, logits.shape[-1])
-    edge, keep, missing = _top_p_edge(np.partition(logits.numpy(), -count)[:, -count:], top, wanted)
+    edge, keep, missing = _top_p_edge(logits.topk(count, dim=-1).values, top, wanted)
     if more := (missing & (p < 1)).numpy()[:, 0].nonzero()[0].tolist():
-        edge[more], keep[more], _ = _top_p_edge(logits[more].numpy(), top[more], wanted[more])
+        ordered = np.sort(logits[more].numpy())[:, ::-1].copy()     # a NaN comes first, as in topk
+        edge[more], keep[more], _ = _top_p_edge(torch.from_numpy(ordered), top[more], wanted[more])
     edge.masked_fill_(p >= 1, -torch.inf)
     dropped = logits < edge                                # false for NaN: broken numbers stay, and are seen
     surplus = ((~dropped).sum(-1, keepdim=True) > keep) & (p < 1)
@@ -125,9 +126,8 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill_(dropped, -torch.inf)
 
 
-def _top_p_edge(head: np.ndarray, top: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    "From each row's largest logits: the least one to keep, how many are kept, and whether `head` was too short to tell; [n, 1] each."
-    head = torch.from_numpy(np.sort(head)[:, ::-1].copy())
+def _top_p_edge(head: Tensor, top: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    "From each row's largest logits, in order: the least one to keep, how many are kept, and whether `head` was too short to tell; [n, 1] each."
     weights = (head - top).exp_()
     sums = weights.cumsum(-1)
     keep = (sums - weights < wanted).sum(-1, keepdim=True).clamp_(min=1)
@@ -153,7 +153,7 @@ class Sampler:
         if kernels is not None: return SamplerOutput(*kernels.sample(logits, metadata))
         if metadata.all_greedy or metadata.random_rows is not None:
             token_ids = logits.argmax(-1)
-            chosen = logits.gather(-1, token_ids[:, None])[:, 0]
+            chosen = torch.from_numpy(logits.numpy()[np.arange(len(logits)), token_ids.numpy()])
         else: token_ids, chosen = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         if not metadata.all_greedy: self.sample(logits, metadata, token_ids, chosen)
         return SamplerOutput(token_ids, judge(chosen))
@@ -163,7 +163,7 @@ class Sampler:
         for start in range(0, len(logits if metadata.random_rows is None else metadata.random_rows), _CHUNK):
             part = slice(start, start + _CHUNK)
             rows = part if metadata.random_rows is None else torch.from_numpy(metadata.random_rows[part])
-            own = metadata.pick(rows)
+            own = metadata if len(logits) <= _CHUNK and metadata.random_rows is None else metadata.pick(rows)
             left = filter_logits(logits[rows], own)
             token_ids[rows] = winners = (left - exponential_noise(own.noise_keys, logits.shape[-1]).log_()).argmax(-1)
             chosen[rows] = left.gather(-1, winners[:, None])[:, 0]
@@ -185,5 +185,6 @@ def filter_logits(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def judge(chosen: Tensor) -> Tensor:
-    "From the logit of each choice [n] to `SamplerOutput.failed`."
-    return torch.where(chosen == -torch.inf, 1, 2).masked_fill_(chosen.isfinite(), 0).to(torch.int8)
+    "From the logit of each choice [n] to `SamplerOutput.failed`; on a CPU."
+    logits = chosen.numpy()
+    return torch.from_numpy(np.where(np.isfinite(logits), 0, np.where(logits == -np.inf, 1, 2)).astype(np.int8))

@@ -88,6 +88,7 @@ class Worker:
         "Choose the device; on a GPU, note what is free before anything is loaded."
         self.device = torch.device(self.vllm_config.device_config.device)
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", 0)   # set_device wants a number
             torch.cuda.set_device(self.device)
             self.gpu_memory = GpuMemory(self.vllm_config.cache_config.gpu_memory_utilization)
         self.model_runner = ModelRunner(self.vllm_config, self.device)

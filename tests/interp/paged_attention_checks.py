@@ -177,7 +177,8 @@ def test_fp8_numbers_are_stored_as_torch_rounds_them():
     "Both ends of the range, ties, subnormal numbers, NaN and random bits, with a scale that is no power of two"
     gen = torch.Generator().manual_seed(0)
     ties = torch.arange(0, 126).to(torch.uint8).view(torch.float8_e4m3fn).float()
-    x = torch.cat([(ties[1:] + ties[:-1]) / 2, -ties, torch.tensor([float("nan"), 1e30, -1e30, float("inf"), 448.0, 464.0, 465.0, 1e-30]), torch.randn(253, generator=gen) * 100])
+    odd = torch.tensor([float("nan"), 1e30, -1e30, float("inf"), 448.0, 464.0, 465.0, 1e-30])
+    x = torch.cat([(ties[1:] + ties[:-1]) / 2, -ties, odd, torch.randn(253, generator=gen) * 100])
     x = x.view(1, 4, 128)
     for scale in (1.0, 0.37, 1e-3):
         pools = torch.zeros(2, 1, 1, 4, 128, dtype=torch.float8_e4m3fn)
@@ -204,7 +205,8 @@ def test_zeroing_takes_one_launch_for_all_layers(as_list):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("q_len, kv_len, heads, head_dim, block_m, block_n", [(70, 70, (4, 2), 64, 32, 16), (7, 50, (2, 2), 40, 16, 16), (33, 71, (3, 1), 80, 16, 32), (1, 64, (4, 1), 16, 16, 64)])
+@pytest.mark.parametrize("q_len, kv_len, heads, head_dim, block_m, block_n", [
+    (70, 70, (4, 2), 64, 32, 16), (7, 50, (2, 2), 40, 16, 16), (33, 71, (3, 1), 80, 16, 32), (1, 64, (4, 1), 16, 16, 64)])
 def test_flash_attention(q_len, kv_len, heads, head_dim, block_m, block_n, causal):
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, h, head_dim, generator=gen) for n, h in ((q_len, heads[0]), (kv_len, heads[1]), (kv_len, heads[1])))

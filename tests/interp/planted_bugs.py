@@ -35,10 +35,11 @@ BUGS = [  # what is wrong then, the line as it is, the line with the bug, the ch
     ("a tile goes to the request before its own", "tl.load(start_ptr + mid) // BLOCK_Q + mid <= tile",
      "tl.load(start_ptr + mid) // BLOCK_Q + mid < tile", "group 3"),
     ("queries sit one place too early", "context = seq_len - query_len", "context = seq_len - query_len - 1", "exact-width"),
-    ("page size taken for a power of two", "(pages * k_stride_b + n % BLOCK_SIZE * k_stride_s)", "(pages * k_stride_b + (n & (BLOCK_SIZE - 1)) * k_stride_s)", "block size 24"),
+    ("page size taken for a power of two", "n % BLOCK_SIZE * k_stride_s", "(n & (BLOCK_SIZE - 1)) * k_stride_s", "block size 24"),
     ("key columns behind the head are read", "mask=live[None, :] & (d < HEAD_DIM)[:, None]", "mask=live[None, :]", "head dim 40"),
     ("value columns behind the head are read", "mask=live[:, None] & (d < HEAD_DIM)[None, :]", "mask=live[:, None]", "head dim 40, one tile"),
-    ("key columns of full tiles behind the head are read", "k, v = tl.load(k_at, mask=(d < HEAD_DIM)[:, None], other=0.0)", "k, v = tl.load(k_at)", "head dim 40"),
+    ("key columns of full tiles behind the head are read", "k, v = tl.load(k_at, mask=(d < HEAD_DIM)[:, None], other=0.0)", "k, v = tl.load(k_at)",
+     "head dim 40"),
     ("splits overlap", "end = tl.minimum(end, start + share)", "end = end", "padding requests without"),
     ("splits are joined without their weights", "acc * weight[:, None], 0)", "acc, 0)", "padding requests without"),
     ("what a split without keys did not store is read", "mask=(l > 0)[:, None] & (d < HEAD_DIM)[None, :]", "mask=(d < HEAD_DIM)[None, :]", "splits over NaN"),
@@ -93,7 +94,8 @@ def splits_over_nan(module):
 
 
 OTHER = {"big pool": big_pool, "zeroing": zeroing, "splits over NaN": splits_over_nan}
-SMALL = {"fp8 decode": (16, 16, 4, 2, 4), "mixed batch": (16, 16, 4, 2, 1), "window wider than a tile": (16, 16, 4, 2, 1), "exact-width": (16, 64, 4, 2, 1), "head dim 40": (16, 16, 4, 2, 1), "head dim 40, one tile": (16, 64, 4, 2, 1),
+SMALL = {"fp8 decode": (16, 16, 4, 2, 4), "mixed batch": (16, 16, 4, 2, 1), "window wider than a tile": (16, 16, 4, 2, 1),
+         "exact-width": (16, 64, 4, 2, 1), "head dim 40": (16, 16, 4, 2, 1), "head dim 40, one tile": (16, 64, 4, 2, 1),
          "window 3": (16, 16, 4, 2, 1), "padding requests without": (16, 16, 4, 2, 4), "group 3": (16, 16, 4, 2, 1), "pages that slid": (16, 64, 4, 2, 1)}
 
 

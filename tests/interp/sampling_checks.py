@@ -80,7 +80,9 @@ SHAPES = {"normal": lambda g, v: torch.randn(6, v, generator=g) * 3,
 
 
 # less than a block, nearly one, several and a rest; more and fewer than CANDIDATES
-KEPT = [(5003, shape, filters) for shape in SHAPES for filters in FILTERS if filters != "nothing"]
+KEPT = [(5003, shape, "all") for shape in SHAPES]
+KEPT += [(5003, "normal", "top_p"), (5003, "normal", "min_p"), (5003, "few values", "top_k"), (5003, "few values", "top_p"), (5003, "all equal", "top_p"),
+         (5003, "two clouds", "top_k"), (5003, "one wild", "top_p"), (5003, "mostly banned", "top_k")]
 KEPT += [(vocab, shape, "all") for vocab in (7, 1500) for shape in ("normal", "few values", "mostly banned")]
 
 @pytest.mark.parametrize("vocab, shape, filters", KEPT)
@@ -126,7 +128,7 @@ def test_rows_beyond_two_to_the_31_elements():
     assert ids[16] == Sampler()(logits[16:].clone(), own).sampled_token_ids[0] and not failed.any()
 
 
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("filters", ["nothing", "top_k", "top_p", "all"])
 def test_rows_without_a_winner(filters):
     "NaN, infinities, nothing left: told apart, wherever in the row, greedy or not; the neighbours are well"
     logits = torch.randn(7, 3000, generator=torch.Generator().manual_seed(2))
@@ -165,7 +167,7 @@ def test_noise_is_that_of_the_sampler():
     assert ((got - want) / want).abs().max() < 5e-7 and (want < .01).sum() > 1000
 
 
-@pytest.mark.parametrize("order", ["reversed", "shuffled"])
+@pytest.mark.parametrize("order", ["shuffled"])
 def test_neither_the_order_of_programs_nor_the_neighbours_matter(order):
     logits, columns = torch.randn(6, 5003, generator=torch.Generator().manual_seed(3)) * 3, FILTERS["all"]
     metadata = metadata_of(6, **columns)
@@ -249,7 +251,8 @@ def test_a_step_is_launched_without_a_look(kernels):
     "Metadata, processors, sampler, logprobs: everything that can be asked for, in one batch"
     everything = dict(temperature=.8, seed=1, top_k=20, top_p=.9, min_p=.01, repetition_penalty=1.2, frequency_penalty=.1, presence_penalty=.1,
                       logit_bias={3: 1.}, allowed_token_ids=list(range(40)), min_tokens=3, stop_token_ids=[6], bad=[[4], [1, 5]])
-    params = [wish(**everything, logprobs=3), wish(), wish(temperature=1., logprob_token_ids=[1, 2]), wish(logprobs=-1, presence_penalty=1.), wish(temperature=1., top_p=.5)]
+    params = [wish(**everything, logprobs=3), wish(), wish(temperature=1., logprob_token_ids=[1, 2]), wish(logprobs=-1, presence_penalty=1.),
+              wish(temperature=1., top_p=.5)]
     rows = RequestRows(8, 64, 4)
     plan = SchedulerOutput([NewRequestData(str(i), [1, 2, 3], p, [i + 1], 0) for i, p in enumerate(params)], CachedRequestData(),
                            {str(i): 3 for i in range(5)}, 15)
