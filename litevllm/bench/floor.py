@@ -12,15 +12,15 @@ import bisect, ctypes, hashlib, json, os, random, shutil, subprocess, sys, tempf
 from pathlib import Path
 
 # %% ../../nbs/07e_floor.ipynb #5e5c272c
-SENTENCES = """The harbour was quiet when the first boats came back from the night. Nobody could explain why the old clock had stopped. She wrote
-down the numbers
-and compared them. Rain fell on the hills for three days and the river rose slowly. A good teacher asks more questions than she answers. The train to
-the north leaves at nine in the morning. Copper conducts heat better than iron does. He had never seen so many stars in one sky. The committee will
-meet again in the second week of March. To make bread you need flour, water, salt and time. Two engineers looked at the broken bridge and shook their
-heads. In winter the lake freezes and children skate on it. The library keeps its oldest maps in a room without windows. Every language has a word for
-home. The experiment was repeated with a larger sample. Wolves travel far in search of food. My grandfather repaired radios in a small shop near the
-market. The results are shown in the table below. When the lights went out, the audience stayed in their seats. A computer counts only what it is told
-to count. The recipe calls for two eggs and a little patience. Nothing grows on the northern slope.""".replace("\n", " ")
+SENTENCES = """The harbour was quiet when the first boats came back from the night. Nobody could explain why the old clock had stopped. She wrote down the
+numbers and compared them. Rain fell on the hills for three days and the river rose slowly. A good teacher asks more questions than she
+answers. The train to the north leaves at nine in the morning. Copper conducts heat better than iron does. He had never seen so many stars
+in one sky. The committee will meet again in the second week of March. To make bread you need flour, water, salt and time. Two engineers
+looked at the broken bridge and shook their heads. In winter the lake freezes and children skate on it. The library keeps its oldest maps in
+a room without windows. Every language has a word for home. The experiment was repeated with a larger sample. Wolves travel far in search of
+food. My grandfather repaired radios in a small shop near the market. The results are shown in the table below. When the lights went out,
+the audience stayed in their seats. A computer counts only what it is told to count. The recipe calls for two eggs and a little patience.
+Nothing grows on the northern slope.""".replace("\n", " ")
 
 def make_requests(encode, count: int, prompt_tokens: tuple[int, int], new_tokens: tuple[int, int], seed: int, shared: int = 0) -> list[dict]:
     "`count` requests of sentences in random order; lengths are uniform between the two bounds, behind `shared` tokens that all begin with."

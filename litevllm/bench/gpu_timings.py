@@ -60,8 +60,8 @@ def attention_timing(requests: int, queries: int, keys: int, device: str, roof: 
     run = lambda: paged_attention.unified_attention(b["q"], pool[0], pool[1], out, **b["args"], **b["scales"])
     pairs = requests*sum(keys - queries + 1 + i for i in range(queries))
     nbytes = requests*keys*2*kv*case.head_dim*pool.element_size() + 2*out.numel()*out.element_size()
-    kind = "decode" if queries == 1 else "prompt"
-    return timing(f"{kind}{', fp8 cache' if fp8 else ''}, {requests} x {queries} over {keys}", seconds_of(run, device), nbytes, 4*pairs*heads*case.head_dim,
+    kind = ("decode" if queries == 1 else "prompt") + ", fp8 cache"*fp8
+    return timing(f"{kind}, {requests} x {queries} over {keys}", seconds_of(run, device), nbytes, 4*pairs*heads*case.head_dim,
                   roof)
 
 def flash_timing(requests: int, tokens: int, device: str, roof: dict, heads: tuple = (16, 8), head_dim: int = 128, dtype=torch.bfloat16) -> dict:
