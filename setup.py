@@ -10,7 +10,7 @@ setup(
     author=cfg['author'], url=cfg['git_url'], license='Apache-2.0',
     long_description=Path(__file__).with_name('README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     # by name: find_packages misses litevllm.kernels, which is a link and has no __init__.py (tests/test_packaging.py counts them)
-    packages=['litevllm'] + [f'litevllm.{p}' for p in ('core', 'engine', 'kernels', 'model', 'worker')],
+    packages=['litevllm'] + [f'litevllm.{p}' for p in ('bench', 'core', 'engine', 'kernels', 'model', 'worker')],
     install_requires=cfg['requirements'].splitlines(),   # one requirement a line: markers hold spaces
     extras_require={'dev': cfg['dev_requirements'].splitlines()},
     python_requires='>='+cfg['min_python'],
