@@ -105,10 +105,9 @@ def test_no_compiler_falls_back_to_eager_with_one_line(paths, monkeypatch, capsy
     assert all(len(out) >= 2 for out in mixed_steps(worker).values())
 
 
-def test_missing_compiler_is_seen(monkeypatch):
+def test_missing_compiler_is_seen():
     import torch._inductor.config as config
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler-anywhere",))
-    assert not has_cpp_compiler()
+    with config.patch({"cpp.cxx": ("no-such-compiler-anywhere",)}): assert not has_cpp_compiler()
 
 
 # ---- in pieces

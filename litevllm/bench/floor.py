@@ -96,7 +96,7 @@ def compile_avx2(folder: str):
     if not compiler or not cpuinfo.exists() or "avx2" not in cpuinfo.read_text(): return None
     source, library = Path(folder)/"gemm.cpp", Path(folder)/"gemm.so"
     source.write_text(AVX2)
-    done = subprocess.run([compiler, "-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC", source, "-o", library], capture_output=True)
+    done = subprocess.run([compiler, "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", source, "-o", library], capture_output=True)
     if done.returncode: return None
     function = ctypes.CDLL(str(library)).gemm
     function.argtypes = [ctypes.c_void_p]*3 + [ctypes.c_int64]*3 + [ctypes.c_int]
