@@ -21,10 +21,9 @@ GPU_PYTHON ?= python3
 demo: $(VENV)/.installed
 	$(PY) -m litevllm.demo
 
-# pytest comes last, so that its closing line is the closing line
+# tests and notebooks beside each other; the closing line is pytest's
 test: $(VENV)/.installed-dev
-	@$(MAKE) --no-print-directory notebooks
-	@$(MAKE) --no-print-directory pytest
+	$(PY) tests/run_all.py
 
 notebooks: $(VENV)/.installed-dev
 	$(PY) tests/run_notebooks.py

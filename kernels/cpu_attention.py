@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FAST', 'TILE', 'QUERY_ROWS', 'F32', 'SMALL', 'LOWEST', 'IN3', 'POOL', 'I32', 'I64', 'ARGS', 'num_workers', 'exp2',
            'tanh', 'write_tokens', 'score_three', 'score_one', 'largest', 'weigh', 'add_three', 'add_one', 'load_tile',
-           'attend_tile', 'attend_item', 'attend_worker', 'attend_batch', 'as_pool', 'as_array',
-           'reshape_and_cache_flash', 'zero_blocks', 'unified_attention']
+           'attend_tile', 'attend_item', 'common_start', 'attend_worker', 'attend_batch', 'as_pool', 'as_array',
+           'reshape_and_cache_flash', 'zero_blocks', 'base_two', 'unified_attention']
 
 # %% ../nbs/05b_cpu_attention.ipynb #faf18151
 import math
@@ -80,26 +80,20 @@ def write_tokens(key, value, key_pool, value_pool, slots):
 def score_three(score, q, i, k, width):
     "score[r, j] = q[r] . k[j], for the three rows from i on and j < width (a multiple of 4)"
     x, y, z = q[i], q[i + 1], q[i + 2]
-    for j in range(0, width, 4):
-        a, b, c, e = k[j], k[j + 1], k[j + 2], k[j + 3]
-        x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = z0 = z1 = z2 = z3 = F32(0)
+    for j in range(0, width, 2):
+        a, b = k[j], k[j + 1]
+        x0 = x1 = y0 = y1 = z0 = z1 = F32(0)
         for d in range(len(x)):
-            k0, k1, k2, k3 = a[d], b[d], c[d], e[d]
+            k0, k1 = a[d], b[d]
             x0 += x[d] * k0
             x1 += x[d] * k1
-            x2 += x[d] * k2
-            x3 += x[d] * k3
             y0 += y[d] * k0
             y1 += y[d] * k1
-            y2 += y[d] * k2
-            y3 += y[d] * k3
             z0 += z[d] * k0
             z1 += z[d] * k1
-            z2 += z[d] * k2
-            z3 += z[d] * k3
-        score[i, j], score[i, j + 1], score[i, j + 2], score[i, j + 3] = x0, x1, x2, x3
-        score[i + 1, j], score[i + 1, j + 1], score[i + 1, j + 2], score[i + 1, j + 3] = y0, y1, y2, y3
-        score[i + 2, j], score[i + 2, j + 1], score[i + 2, j + 2], score[i + 2, j + 3] = z0, z1, z2, z3
+        score[i, j], score[i, j + 1] = x0, x1
+        score[i + 1, j], score[i + 1, j + 1] = y0, y1
+        score[i + 2, j], score[i + 2, j + 1] = z0, z1
 
 @njit(fastmath=FAST, forceinline=True, cache=True)
 def score_one(score, q, i, k, width):
@@ -152,14 +146,16 @@ def add_three(acc, i, weight, v, width):
     "acc[r] += sum over j < width of weight[r, j] * v[j], for the three rows from i on"
     x, y, z = acc[i], acc[i + 1], acc[i + 2]
     wx, wy, wz = weight[i], weight[i + 1], weight[i + 2]
-    for j in range(0, width, 2):
-        a, b = v[j], v[j + 1]
-        x0, x1, y0, y1, z0, z1 = wx[j], wx[j + 1], wy[j], wy[j + 1], wz[j], wz[j + 1]
+    for j in range(0, width, 4):
+        a, b, c, e = v[j], v[j + 1], v[j + 2], v[j + 3]
+        x0, x1, x2, x3 = wx[j], wx[j + 1], wx[j + 2], wx[j + 3]
+        y0, y1, y2, y3 = wy[j], wy[j + 1], wy[j + 2], wy[j + 3]
+        z0, z1, z2, z3 = wz[j], wz[j + 1], wz[j + 2], wz[j + 3]
         for d in range(len(x)):
-            v0, v1 = a[d], b[d]
-            x[d] += x0 * v0 + x1 * v1
-            y[d] += y0 * v0 + y1 * v1
-            z[d] += z0 * v0 + z1 * v1
+            v0, v1, v2, v3 = a[d], b[d], c[d], e[d]
+            x[d] += x0 * v0 + x1 * v1 + x2 * v2 + x3 * v3
+            y[d] += y0 * v0 + y1 * v1 + y2 * v2 + y3 * v3
+            z[d] += z0 * v0 + z1 * v1 + z2 * v2 + z3 * v3
 
 @njit(fastmath=FAST, forceinline=True, cache=True)
 def add_one(acc, i, weight, v, width):
@@ -211,23 +207,47 @@ def attend_tile(score, query, acc, m, l, rows, group, k, v, width, first_pos, wi
 
 # %% ../nbs/05b_cpu_attention.ipynb #9f7c9845
 @njit(fastmath=FAST, cache=True)
-def attend_item(scratch, q, k_pool, v_pool, out, row0, n, first_pos, h0, h1, table, r, block_size, scale, window, cap):
-    "Attention of n tokens of request r, the first of which is row `row0` of q and out, at position `first_pos`"
+def attend_item(scratch, q, k_pool, v_pool, out, row0, n, r, members, shared, behind, h0, h1, table, seq_lens, block_size, scale, window, cap):
+    """Attention of n tokens of each of `members` requests from r on, the first token at row `row0` of q and out and `behind` from its request's end;
+    the first `shared` keys, whole tiles, are the same for all members"""
     query, acc, m, l, score, k, v = scratch
     group = q.shape[1] // k_pool.shape[1]
-    rows, end = n * group, first_pos + n  # end: behind the last position any row may see
+    rows, each = members * n * group, n * group
     for h in range(h0, h1):
         for i in range(rows):
             m[h, i], l[h, i], acc[h, i] = LOWEST, F32(0), F32(0)
             for d in range(q.shape[2]): query[h, i, d] = q[row0 + i // group, h * group + i % group, d] * scale
-    for k0 in range(max(0, first_pos - window + 1) if window > 0 else 0, end, TILE):
-        width = load_tile(k, v, k_pool, v_pool, table, r, k0, end, block_size, h0, h1)
+    for k0 in range(0, shared, TILE):
+        width = load_tile(k, v, k_pool, v_pool, table, r, k0, shared, block_size, h0, h1)
         for h in range(h0, h1):
-            attend_tile(score, query[h], acc[h], m[h], l[h], rows, group, k[h], v[h], width, first_pos - k0, window, cap)
+            for s in range(members):
+                a, b = s * each, s * each + each
+                attend_tile(score, query[h, a:b], acc[h, a:b], m[h, a:b], l[h, a:b], each, group, k[h], v[h], width, seq_lens[r + s] - behind - k0, window, cap)
+    for s in range(members):
+        a, b, first_pos = s * each, s * each + each, seq_lens[r + s] - behind
+        for k0 in range(max(shared, first_pos - window + 1) if window > 0 else shared, first_pos + n, TILE):
+            width = load_tile(k, v, k_pool, v_pool, table, r + s, k0, first_pos + n, block_size, h0, h1)
+            for h in range(h0, h1):
+                attend_tile(score, query[h, a:b], acc[h, a:b], m[h, a:b], l[h, a:b], each, group, k[h], v[h], width, first_pos - k0, window, cap)
     for h in range(h0, h1):
         for i in range(rows):
             part = F32(1) / l[h, i] if l[h, i] > 0 else F32(0)  # a row that saw no key gives zeros
             for d in range(q.shape[2]): out[row0 + i // group, h * group + i % group, d] = acc[h, i, d] * part
+
+# %% ../nbs/05b_cpu_attention.ipynb #9ae10779
+@njit(cache=True)
+def common_start(starts, seq_lens, table, r, block_size):
+    "(run, shared): how many requests from r on decode and begin with the same pages, and the tokens in these, in whole tiles; (1, 0) where it is not worth it"
+    run, pages = 1, 0
+    if starts[r + 1] - starts[r] != 1: return run, 0
+    while r + run < len(seq_lens) and starts[r + run + 1] - starts[r + run] == 1:
+        other, same = r + run, 0
+        full = min(seq_lens[r], seq_lens[other]) // block_size
+        while same < full and table[r, same] == table[other, same]: same += 1
+        if run == 1: pages = same
+        if same < pages or pages * block_size < 2 * TILE: break
+        run += 1
+    return run, pages * block_size // TILE * TILE if run > 1 else 0
 
 # %% ../nbs/05b_cpu_attention.ipynb #f5f1a95e
 ARGS = (IN3, POOL, POOL, IN3, I32, I32, numba.int32[:, :], numba.int64, numba.float32, numba.int64, numba.float32)
@@ -241,15 +261,20 @@ def attend_worker(worker, workers, q, k_pool, v_pool, out, starts, seq_lens, tab
     scratch = (np.empty((kv_heads, rows, head_dim), F32), np.empty((kv_heads, rows, head_dim), F32), np.empty((kv_heads, rows), F32),
                np.empty((kv_heads, rows), F32), np.empty((rows, TILE), F32), np.empty((kv_heads, TILE, head_dim), F32),
                np.empty((kv_heads, TILE, head_dim), F32))
-    item, heads = 0, kv_heads if len(seq_lens) >= 2 * workers else 1
-    for r in range(len(seq_lens)):
+    item, r, heads = 0, 0, kv_heads if len(seq_lens) >= 2 * workers else 1
+    while r < len(seq_lens):
         n = starts[r + 1] - starts[r]
-        for t0 in range(0, n, tokens):
-            for h in range(0, kv_heads, heads):
-                item += 1
-                if item % workers == worker:
-                    attend_item(scratch, q, k_pool, v_pool, out, starts[r] + t0, min(tokens, n - t0), seq_lens[r] - n + t0, h, h + heads, table, r,
-                                block_size, scale, window, cap)
+        run, shared = common_start(starts, seq_lens, table, r, block_size) if window <= 0 else (1, 0)
+        parts = min(run, (run + tokens * workers - 1) // (tokens * workers) * workers)
+        for part in range(parts):
+            first, last = r + run * part // parts, r + run * (part + 1) // parts
+            for t0 in range(0, n, tokens):
+                for h in range(0, kv_heads, heads):
+                    item += 1
+                    if item % workers == worker:
+                        attend_item(scratch, q, k_pool, v_pool, out, starts[first] + t0, min(tokens, n - t0), first, last - first, shared, n - t0,
+                                    h, h + heads, table, seq_lens, block_size, scale, window, cap)
+        r += run
 
 # %% ../nbs/05b_cpu_attention.ipynb #24b356f6
 @njit(numba.void(numba.int64, *ARGS), parallel=True, cache=True)
@@ -298,6 +323,12 @@ def zero_blocks(
     for cache in kv_caches: cache[:, block_ids] = 0
 
 # %% ../nbs/05b_cpu_attention.ipynb #89e1058e
+def base_two(scale: float, softcap: float) -> tuple[float, float]:
+    "(scale, cap) for scores in powers of two: cap * tanh(scale * q.k), or scale * q.k where there is no cap (softcap 0)"
+    log2e = math.log2(math.e)
+    return (scale / softcap, softcap * log2e) if softcap > 0 else (scale * log2e, 0.0)
+
+# %% ../nbs/05b_cpu_attention.ipynb #2e4afa6f
 def unified_attention(
     q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim]; the requests' query tokens one behind the other
     k_cache: torch.Tensor,  # float32 [num_blocks, block_size, num_kv_heads, head_dim]
@@ -318,8 +349,7 @@ def unified_attention(
     The signature follows vLLM v1/attention/ops/triton_unified_attention.py."""
     check_read_args(q, k_cache, v_cache, out, cu_seqlens_q, seqused_k, window_size, block_table)
     workers = num_workers(q.numel() * max_seqlen_k)
-    log2e = math.log2(math.e)
-    scale, cap = (softmax_scale / softcap, softcap * log2e) if softcap > 0 else (softmax_scale * log2e, 0.0)
+    scale, cap = base_two(softmax_scale, softcap)
     result = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     starts, seq_lens, table = (as_array(x, torch.int32) for x in (cu_seqlens_q, seqused_k, block_table))
     args = (as_array(q, torch.float32), as_pool(k_cache), as_pool(v_cache), as_array(result, torch.float32),

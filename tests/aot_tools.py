@@ -114,8 +114,8 @@ def read_cubin(cubin, log):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        run = lambda *options: subprocess.run([BIN / "cuobjdump", *options, f.name], capture_output=True, text=True, check=True, timeout=120).stdout
-        usage, sass = run("--dump-resource-usage"), run("-sass")
+        run = lambda tool, *options: subprocess.run([BIN / tool, *options, f.name], capture_output=True, text=True, check=True, timeout=120).stdout
+        usage, sass = run("cuobjdump", "--dump-resource-usage"), run("nvdisasm", "-c", "--no-dataflow")   # opcodes need no look at where data flows
     registers, stack, _, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage).groups())
     opcodes = collections.Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", sass, re.M))
     return dict(registers=registers, stack=stack + local, spills=spills, opcodes=opcodes)

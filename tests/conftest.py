@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch is imported; children inherit it
-os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+os.environ["NUMBA_NUM_THREADS"] = "2"               # at most: torch's number decides, and the tests of two threads set that
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"   # compile in the process that asks: a pool of workers would outlive its test, and others count children
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 
@@ -43,6 +44,12 @@ def working_copy(tmp_path_factory) -> Path:
         if source.is_symlink(): dest.symlink_to(os.readlink(source))
         else: dest.write_bytes(source.read_bytes())
     return target
+
+
+@pytest.fixture
+def empty_triton_cache(tmp_path, monkeypatch):
+    "Every kernel is really compiled: triton's cache starts empty."
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 @pytest.fixture(scope="session")

@@ -16,17 +16,15 @@ def hf_greedy(model, prompt, n):
 def count_skips(model, prompt, ours, n):
     """Assert that `ours` is transformers' greedy continuation of `prompt`; return how many steps were near ties.
 
-    Equal to `generate`: no step was skipped. Else every step must be the argmax of transformers' logits after the same
-    prefix, but for steps whose two best logits lie closer than NEAR_TIE."""
+    Every step must be the argmax of transformers' logits after the same prefix, as in `generate`, but for steps whose two
+    best logits lie closer than NEAR_TIE. One run of the model over all of `ours` tells."""
     assert len(ours) == n, (len(ours), n)
-    theirs = hf_greedy(model, prompt, n)
-    if ours == theirs: return 0
     logits = model(torch.tensor([prompt + ours[:-1]])).logits[0, len(prompt) - 1:].float()
     top = logits.topk(2, dim=-1)
     skips = 0
     for i, (token, ids, values) in enumerate(zip(ours, top.indices.tolist(), top.values.tolist())):
         if token == ids[0]: continue
         gap = values[0] - values[1]
-        assert gap < NEAR_TIE and token == ids[1], f"step {i}: ours {token}, transformers {ids[0]}, top-2 gap {gap:.3g}\n{ours}\n{theirs}"
+        assert gap < NEAR_TIE and token == ids[1], f"step {i}: ours {token}, transformers {ids[0]}, top-2 gap {gap:.3g}\n{ours}"
         skips += 1
     return skips

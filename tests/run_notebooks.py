@@ -66,12 +66,17 @@ def run(notebooks: list[Path], limit: float = 180, workers: int = 2, root: Path 
         return 1
     started = time.monotonic()
     with ThreadPoolExecutor(workers) as pool: results = list(pool.map(lambda nb: run_one(nb.resolve(), limit, root, patience), notebooks))
+    return int(report(notebooks, results, time.monotonic() - started))
+
+
+def report(notebooks: list[Path], results: list[tuple[str, str, float]], seconds: float) -> bool:
+    "Print what each notebook said that did not pass, and a line on all; True if there was one, or no notebook at all."
     bad = [(nb, wrong, text) for nb, (wrong, text, _) in zip(notebooks, results) if wrong]
     for nb, wrong, text in bad: print(f"{text[-6000:]}\n{nb.name} {wrong}\n{'='*80}")
     slowest = sorted(zip((s for *_, s in results), (nb.name for nb in notebooks)), reverse=True)[:5]
-    print(f"notebooks: {len(notebooks) - len(bad)} passed, {len(bad)} failed in {time.monotonic() - started:.0f} s (slowest: "
+    print(f"notebooks: {len(notebooks) - len(bad)} passed, {len(bad)} failed in {seconds:.0f} s (slowest: "
           f"{', '.join(f'{name} {s:.0f} s' for s, name in slowest)})", flush=True)
-    return int(bool(bad))
+    return bool(bad) or not notebooks
 
 
 if __name__ == "__main__":

@@ -1,27 +1,25 @@
 """The numba kernels and the float64 reference, held against an oracle that knows nothing of pages (tests/attention_cases.py)."""
-import os
+import random
 import resource
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import CASES, HALF, UNTOUCHED, build, check, same_bits
 
 import litevllm.kernels.cpu_attention as cpu
+import litevllm.kernels.cpu_ops  # noqa: F401  compiled with it
 import litevllm.kernels.reference as reference
 
-ROOT = Path(__file__).resolve().parent.parent
 BY_NAME = dict(argvalues=CASES, ids=lambda c: c.name.replace(" ", "_"))
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def threads(request):
-    "torch's number of threads, which is the kernel's too where numba was allowed as many"
+    "torch's number of threads, which is the kernel's too"
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    assert cpu.num_workers(cpu.SMALL) == request.param
     yield request.param
     torch.set_num_threads(before)
 
@@ -60,6 +58,29 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch_of_nine(window, threa
     for r in range(9): assert torch.equal(whole[b.starts[r]:b.starts[r + 1]], read(cpu, case, b, r)), r
     torch.set_num_threads(3 - threads)
     assert torch.equal(whole, read(cpu, case, b)), "the number of threads changed the answer"
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_requests_with_a_common_start_get_the_bits_they_get_alone(threads, group, block_size):
+    "Runs of decodes behind the same pages, longer and shorter than an item, between prompts and strangers; every one as if it were alone."
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    common, runs = 128 + 4 * rng.randrange(9), [1, 35, 2, 3]
+    query_lens = [n for run in runs for n in [1] * run + [rng.choice([0, 3, 20])]]
+    seq_lens = [common + rng.randrange(n, 70) if n == 1 else n + rng.randrange(common) for n in query_lens]
+    case = replace(CASES[0], heads=(3 * group, 3), query_lens=tuple(query_lens), seq_lens=tuple(seq_lens), block_size=block_size, window=0)
+    b, first, found = build(case, seed), 0, []
+    for run in runs:
+        for r in range(first, first + run): b.table[r, :common // block_size] = b.table[first, :common // block_size]
+        found.append(cpu.common_start(b.starts.numpy(), b.seq_lens.numpy(), b.table.numpy(), first, block_size))
+        first += run + 1
+    shared = common // block_size * block_size // cpu.TILE * cpu.TILE
+    assert found == [(run, shared if run > 1 else 0) for run in runs] and shared >= 96
+    whole = read(cpu, case, b)
+    if group == 3: torch.testing.assert_close(whole, read(reference, case, b), atol=2e-6, rtol=1e-5)
+    for r in range(len(query_lens)): assert torch.equal(whole[b.starts[r]:b.starts[r + 1]], read(cpu, case, b, r)), r
 
 
 def test_two_threads_give_the_bits_of_one(run_python):
@@ -152,12 +173,9 @@ def test_the_numba_pool_is_float32_without_gaps():
     with pytest.raises(ValueError, match="gaps"): cpu.reshape_and_cache_flash(b.key, b.value, gaps, gaps, b.slots)
 
 
-def test_compiled_code_is_kept_for_the_next_process(tmp_path):
-    "A second process loads the kernels instead of compiling them"
-    code = ("import numba, litevllm.kernels.cpu_attention as k\n"
-            "print(sum(sum(f.stats.cache_hits.values()) for f in (k.write_tokens, k.attend_batch)), "
-            "sum(sum(f.stats.cache_misses.values()) for f in (k.write_tokens, k.attend_batch)))")
-    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    counts = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=120).stdout.split()
-              for _ in range(2)]
-    assert counts == [["0", "2"], ["2", "0"]]
+def test_compiled_code_is_kept_for_the_next_process(run_python):
+    "This process has compiled the kernels, or found them compiled by one before it; a new one loads them"
+    code = ("import litevllm.kernels.cpu_attention as k, litevllm.kernels.cpu_ops as ops\n"
+            "kernels = k.write_tokens, k.attend_batch, ops.norm_batch, ops.turn_and_store_batch, ops.product_batch\n"
+            "print(sum(sum(f.stats.cache_hits.values()) for f in kernels), sum(sum(f.stats.cache_misses.values()) for f in kernels))")
+    assert run_python(code).stdout.split() == ["5", "0"]

@@ -30,7 +30,8 @@ def make(name):
 
 if __name__ == "__main__":
     ctx = multiprocessing.get_context("forkserver")     # a process for each page, as on the site, without the price of importing torch each time
-    ctx.set_forkserver_preload(["torch", "transformers", "matplotlib.pyplot", "nbdev.processors"])
+    ctx.set_forkserver_preload(["torch", "torch._dynamo", "transformers", "transformers.models.auto.tokenization_auto", "tokenizers", "matplotlib.pyplot",
+                                "nbdev.processors", "ipywidgets", "numba", "triton.language", "zmq", "msgspec", "psutil"])
     with ctx.Pool(2, maxtasksperchild=1) as pool: made = pool.map(make, sorted(p.name for p in Path().glob("*.ipynb")), chunksize=1)
     Path(sys.argv[1]).write_text(json.dumps(made), encoding="utf-8")
 """

@@ -1,9 +1,4 @@
 """Every Triton kernel, compiled for GPUs that are not there, in the configurations that `unified_attention` would launch."""
-import multiprocessing
-import os
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 import triton
@@ -12,6 +7,7 @@ from aot_tools import (ITEMSIZE, MULTIPROCESSORS, SHARED_LIMIT, W, attention_sou
 
 import litevllm.kernels.paged_attention as K
 
+pytestmark = pytest.mark.usefixtures("empty_triton_cache")
 ARCHS = [80, 90, 100, "gfx942"]
 PREFILL, DECODE = dict(max_query_len=2048, num_seqs=4), dict(max_query_len=1, num_seqs=4)
 ATTENTION = {  # name: dtype, query heads, key heads, head dim, batch, what else the kernel is compiled for
@@ -40,30 +36,6 @@ def tiles_for(arch, name):
                           num_kv_heads, max_seq_len=4096, **batch)
 
 
-def compile_job(arch, name):
-    "In a process of its own: what the compiler reports, or its refusal"
-    dtype, num_q_heads, num_kv_heads, head_dim, _, extra = ATTENTION[name]
-    with tempfile.TemporaryDirectory() as folder:  # every kernel is really compiled: triton's cache starts empty
-        os.environ["TRITON_CACHE_DIR"] = folder
-        try: return compile_attention(arch, dtype, tiles_for(arch, name), num_q_heads, num_kv_heads, head_dim, **extra)
-        except Exception as e: return f"{type(e).__name__}: {e}"
-
-
-@pytest.fixture(scope="module")
-def reports(request):
-    "Reports of the attention kernels that this run of the tests asks for, made in two processes"
-    jobs = [tuple(i.callspec.params[k] for k in ("arch", "name")) for i in request.session.items if getattr(i, "originalname", "") == "test_attention"]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {job: pool.submit(compile_job, *job) for job in jobs}
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch):
-    "Every kernel is really compiled: triton's cache starts empty"
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
 def gate(report, arch):
     "No spill, no stack, and the shared memory that the chip has"
     seen = {k: v for k, v in report.items() if k != "opcodes"}
@@ -79,13 +51,13 @@ JOBS = [(arch, name) for arch in ARCHS for name in ATTENTION
 
 
 @pytest.mark.parametrize("arch, name", JOBS)
-def test_attention(arch, name, reports):
-    dtype, *_, batch, extra = ATTENTION[name]
-    report = reports[arch, name].result(timeout=200)
+def test_attention(arch, name):
+    dtype, num_q_heads, num_kv_heads, head_dim, batch, extra = ATTENTION[name]
+    args = arch, dtype, tiles_for(arch, name), num_q_heads, num_kv_heads, head_dim
     if arch == 80 and "kv_dtype" in extra:  # refused before the launch (test_fp8_is_refused): the compiler has no such conversion
-        assert "fp8e4nv not supported in this architecture" in report
+        with pytest.raises(Exception, match="fp8e4nv not supported in this architecture"): compile_attention(*args, **extra)
         return
-    assert not isinstance(report, str), report
+    report = compile_attention(*args, **extra)
     assert (tiles_for(arch, name).num_splits > 1) == (batch is DECODE)
     gate(report, arch)
     ops = report["opcodes"]
@@ -99,7 +71,9 @@ def test_attention(arch, name, reports):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_small_kernels(arch):
-    for dtype, heads, dim in (("bfloat16", 8, 128), ("float32", 3, 64), ("float16", 32, 80)):
+    "Every shape on one chip, every kernel on every chip"
+    some = slice(None if arch == 90 else 1)
+    for dtype, heads, dim in (("bfloat16", 8, 128), ("float32", 3, 64), ("float16", 32, 80))[some]:
         warps = W.write_warps(triton.next_power_of_2(heads * dim))
         sources = [write_source(dtype, heads, dim), write_old_source(dtype, heads, dim)]
         if arch != 80: sources.append(write_source(dtype, heads, dim, kv_dtype="fp8"))
@@ -107,9 +81,9 @@ def test_the_small_kernels(arch):
             report = compile_kernel(source, arch, warps)
             gate(report, arch)
             if arch != "gfx942": assert wide_loads(report["opcodes"]) > 0, "no 128-bit loads"
-    for dtype, heads, dim, splits in (("bfloat16", 32, 128, K.MAX_SPLITS), ("bfloat16", 16, 256, K.MAX_SPLITS), ("float32", 9, 64, 8)):
+    for dtype, heads, dim, splits in (("bfloat16", 32, 128, K.MAX_SPLITS), ("bfloat16", 16, 256, K.MAX_SPLITS), ("float32", 9, 64, 8))[some]:
         gate(compile_kernel(reduce_source(dtype, heads, dim, splits, **({"num_seqs": 1} if splits == 8 else {})), arch, 4), arch)
-    for element in (triton.language.int32, triton.language.int8):
+    for element in (triton.language.int32, triton.language.int8)[some]:
         report = compile_kernel(zero_source(element), arch, 4)
         gate(report, arch)
         if element == triton.language.int32:

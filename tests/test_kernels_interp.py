@@ -1,29 +1,19 @@
-"""Runs tests/interp in a process of its own: TRITON_INTERPRET=1 must be set before triton is imported, and the AOT tests need it unset."""
-import os
+"""Runs tests/interp in processes of their own: TRITON_INTERPRET=1 must be set before triton is imported, and the AOT tests need it unset."""
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import pytest
 
-
-def run(*args, timeout):
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
-    print(done.stdout[-6000:], done.stderr[-3000:])
-    return done
+LEAST = {"paged_attention": (105, 40), "fused": (120, 35), "sampling": (40, 36)}  # how many checks and planted bugs there are, or more
 
 
-def test_kernels_in_the_interpreter():
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/interp/paged_attention_checks.py", timeout=900)
-    assert done.returncode == 0
-    passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
-    assert passed >= 105 and not re.search("skipped|deselected|xfail", done.stdout), done.stdout[-500:]
-
-
-def test_planted_bugs_are_found():
-    "A test suite that cannot fail proves nothing: each of these changes to the kernels must make it fail"
-    done = run("tests/interp/planted_bugs.py", timeout=900)
-    assert done.returncode == 0
-    assert re.search(r"(\d+) of \1 planted bugs found", done.stdout)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kernels", LEAST)
+def test_checks_pass_and_planted_bugs_are_found(kernels, run_python, root):
+    "A test suite that cannot fail proves nothing: each planted change to the kernels must make one of the checks fail"
+    files = [f"tests/interp/{kernels}_{kind}.py" for kind in ("checks", "planted_bugs")]
+    done = run_python(["-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "timeout=0", "--durations=9", *files], timeout=380,
+                      TRITON_INTERPRET="1", PYTHONPATH=str(root/"tests"))
+    print(done.stdout[-1500:])
+    checks, bugs = (len(re.findall(rf"{file}::.*{test}.* PASSED", done.stdout)) for file, test in zip(files, ("test_", "test_planted")))
+    assert checks >= LEAST[kernels][0] and bugs >= LEAST[kernels][1], (checks, bugs)
+    assert not re.search("skipped|deselected|xfail", done.stdout.splitlines()[-1]), done.stdout[-500:]

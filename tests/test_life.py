@@ -94,6 +94,7 @@ def test_i2_ctrl_c_does_not_wait_for_a_step_in_this_process():
         start = time.monotonic()
         try: llm.generate([[7, 1]], params(2), use_tqdm=False)
         except KeyboardInterrupt: print("interrupted early", time.monotonic() - start < 2)
+        Long.step_s = 0.002   # after the step that goes on
         assert llm.generate([[8, 1]], params(2), use_tqdm=False)[0].outputs[0].token_ids == tokens_of(8, 2, 2)
         assert_drained(llm)
     """, LITEVLLM_ENABLE_MULTIPROCESSING="0")

@@ -1,10 +1,6 @@
 """Launching a step asks the device for no value: tokens of a step feed the next one without the host, whatever the requests ask for."""
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -179,12 +175,10 @@ def test_appended_tokens_land_where_the_next_step_reads_them():
     assert prepare_inputs(rows, second).input_ids.tolist() == [102, 101] and rows.token_ids[rows.row_of["A"], 3] == 0
 
 
-def test_through_the_interpreter_with_every_filter(path):
+def test_through_the_interpreter_with_every_filter(path, run_python, root):
     "The sampling and attention kernels of a GPU, interpreted: all filters on, and still nothing waits outside of a kernel."
-    script = Path(__file__).parent / "interp" / "no_sync_checks.py"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{script.parents[1]}"}
-    done = subprocess.run([sys.executable, str(script), str(path)], env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and "tokens agree" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    done = run_python([root/"tests/interp/no_sync_checks.py", path], TRITON_INTERPRET="1", PYTHONPATH=str(root/"tests"))
+    assert "tokens agree" in done.stdout
 
 
 # ---- the whole engine, a step ahead

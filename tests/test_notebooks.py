@@ -1,10 +1,12 @@
-"""The runner of the notebooks: what `make test` relies on when it says that all of them passed."""
+"""The runners of notebooks and tests: what `make test` relies on when it says that all of them passed."""
 import json
+import re
 import shutil
 import time
 
 import pytest
 
+import run_all
 from run_notebooks import left_behind, run
 
 CHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
@@ -66,3 +68,31 @@ def test_an_error_beside_a_live_engine_ends(repo, tiny_llama, capfd):
 
 def test_left_behind_sees_only_its_own():
     assert left_behind("no such mark", 0) == []
+
+
+# --- tests and notebooks beside each other
+
+def test_all_are_run_and_one_that_fails_is_seen(repo, capfd):
+    "One failure of a test, of a notebook, or a file that is no Python: each is exit code 1, and the last line counts as pytest does."
+    def write(name, text):
+        (repo.root/name).write_text(text, encoding="utf-8")
+        return repo.root/name
+    good = [write(f"test_{name}.py", "import pytest\n@pytest.mark.parametrize('i', range(3))\ndef test(i): pass") for name in "abc"]
+    fine, fails = repo("fine", "1 + 1"), repo("fails", "1/0")
+    assert run_all.run(good, [fine], 2, repo.root) == 0
+    out = capfd.readouterr().out
+    assert "notebooks: 1 passed, 0 failed" in out and re.fullmatch(r"9 passed in \d+\.\d\ds \(0:\d\d:\d\d\)", out.splitlines()[-1]), out
+    assert run_all.run(good[:1], [fine, fails], 2, repo.root) == 1
+    out = capfd.readouterr().out
+    assert "ZeroDivisionError" in out and out.splitlines()[-1].startswith("3 passed in")
+    worse = [write("test_d.py", "def test(): assert 0\ndef test_well(): pass"), write("test_e.py", "import nowhere_at_all")]
+    assert run_all.run([*good, *worse], [fine], 2, repo.root) == 1
+    out = capfd.readouterr().out
+    assert "nowhere_at_all" in out and out.splitlines()[-1].startswith("1 failed, 4 passed, 1 error in"), out     # b and d; what cannot be read stops a, c, e
+    assert run_all.run([], [fine], 1, repo.root) == 1 and "no tests ran in" in capfd.readouterr().out.splitlines()[-1]
+    assert run_all.report([], [], 0.0)     # no notebook is a failure
+
+
+def test_every_file_is_dealt_out_once(root):
+    files = sorted((root/"tests").glob("test_*.py"))
+    for hands in (1, 2, 3, 4, 100): assert sorted(sum(run_all.deal(files, hands), [])) == files and len(run_all.deal(files, hands)) <= hands

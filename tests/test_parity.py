@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from litevllm import LLM, SamplingParams
 from litevllm.hub import resolve_model
 from litevllm.tiny import write_tiny_model
-from parity import count_skips
+from parity import count_skips, hf_greedy
 
 ARCHS = ["llama", "mistral", "smollm2", "qwen2", "qwen3", "opt"]
 SEED = 20261129
@@ -46,6 +46,7 @@ def test_every_architecture(arch, tmp_path, in_process):
     print("seed", SEED)
     ours, _ = run(path, prompts, greedy(24))
     skips = sum(count_skips(hf, p, o, 24) for p, o in zip(prompts, ours))
+    assert skips or ours == [hf_greedy(hf, p, 24) for p in prompts]
     print(arch, "near ties skipped:", skips)
     assert skips <= 2, f"{skips} of {24 * len(prompts)} steps were near ties: no comparison"
 
@@ -121,6 +122,8 @@ def test_smollm2_on_real_prompts():
         assert out.prompt_token_ids == tok(prompt).input_ids
         ours = list(out.outputs[0].token_ids)
         assert out.outputs[0].text == tok.decode(out.prompt_token_ids + ours, skip_special_tokens=True)[len(prompt):]
-        skips += count_skips(hf, out.prompt_token_ids, ours, 24)
+        here = count_skips(hf, out.prompt_token_ids, ours, 24)
+        if prompt is REAL_PROMPTS[0]: assert here or ours == hf_greedy(hf, out.prompt_token_ids, 24)
+        skips += here
     print("SmolLM2-135M near ties skipped:", skips)
     assert skips <= 2, skips

@@ -23,7 +23,8 @@ from triton.runtime import interpreter  # noqa: E402
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 ORIGINAL = {name: getattr(Builder, name) for name in ("create_dot", "cast_impl", "create_masked_load", "create_masked_store", "set_grid_idx",
                                                             "create_fp_to_fp")}
-RUN_GRID = interpreter.GridExecutor.__call__
+RUN_GRID, PATCH_LANG = interpreter.GridExecutor.__call__, interpreter._patch_lang
+NP_DTYPE, NP_DTYPES = interpreter._get_np_dtype, {}
 METER = dict(loaded=0, stored=0, programs=0, of={})
 
 
@@ -40,6 +41,7 @@ class Launch:
     writers: dict = {}  # address -> program
     program = None
     order = "given"
+    patched = None  # what of the language is patched for this launch
 
 
 # --- bfloat16
@@ -133,16 +135,32 @@ def set_program(self, x, y, z):
     return ORIGINAL["set_grid_idx"](self, *Launch.program)
 
 
+def np_dtype(dtype):
+    "The interpreter's answer for each type of element, asked once: it builds its table anew at each call"
+    name = dtype.scalar.name
+    if name not in NP_DTYPES: NP_DTYPES[name] = NP_DTYPE(dtype)
+    return NP_DTYPES[name]
+
+
+def patch_language(fn):
+    "Once a launch and module, which stays so until its end: the interpreter goes through the whole language at each call of a helper, half of its time"
+    modules = tuple(m for m in (tl, tl.core) if any(x is m for x in fn.__globals__.values()))
+    if Launch.patched is not None:
+        if modules in Launch.patched: return interpreter._LangPatchScope()
+        Launch.patched.add(modules)
+    return PATCH_LANG(fn)
+
+
 def run_grid(self, *args, **kwargs):
     named = dict(zip(self.arg_names, args)) | kwargs
     Launch.regions = [extent(n, x) for n, x in named.items() if hasattr(x, "data_ptr")] + Launch.more
-    Launch.writers = {}
+    Launch.writers, Launch.patched = {}, set()
     try:
         return RUN_GRID(self, *args, **kwargs)
     except interpreter.InterpreterError as e:
         raise e.__cause__ if isinstance(e.__cause__, (OutOfBounds, WriteRace)) else e
     finally:
-        Launch.regions = []
+        Launch.regions, Launch.patched = [], None
 
 
 @contextlib.contextmanager
@@ -176,4 +194,6 @@ def install(bf16: bool = True, watch: bool = True):
     for name, new in (("create_masked_load", masked_load), ("create_masked_store", masked_store), ("set_grid_idx", set_program)):
         setattr(Builder, name, new if watch else ORIGINAL[name])
     interpreter.GridExecutor.__call__ = run_grid if watch else RUN_GRID
+    interpreter._patch_lang = patch_language
+    interpreter._get_np_dtype = np_dtype
     interpreter.GridExecutor._restore_args_dev = lambda *args: None  # CPU tensors are used in place: nothing to copy back

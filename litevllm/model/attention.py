@@ -64,7 +64,7 @@ class AttentionBackend:
 # %% ../../nbs/04a_attention.ipynb #af4c2131
 BACKENDS = {b.name: b for b in (
     AttentionBackend("TRITON_ATTN", "litevllm.kernels.paged_attention", ("cuda", "cpu"), None, "litevllm.kernels.fused", KV_CACHE_DTYPES),
-    AttentionBackend("CPU_ATTN", "litevllm.kernels.cpu_attention", ("cpu",), torch.float32, "litevllm.kernels.cpu_ops"),
+    AttentionBackend("CPU_ATTN", "litevllm.kernels.cpu_attention", ("cpu",), torch.float32, "litevllm.kernels.cpu_layer"),
     AttentionBackend("TORCH_REF", "litevllm.kernels.reference", ("cuda", "cpu")))}
 
 def get_attn_backend(name: str | None, device: str | torch.device) -> AttentionBackend:

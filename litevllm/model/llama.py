@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .attention import Attention
+from .attention import Attention, get_attention_context
 from .layers import Linear, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul, VocabEmbedding, get_ops
 
 # %% auto #0
@@ -80,9 +80,22 @@ class LlamaDecoderLayer(nn.Module):
         self.self_attn = LlamaAttention(config, layer, rotary_emb, vllm_config, f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = LlamaMLP(config, ops)
+        self.ops, self.kernel = ops, None
+
+    def process_weights_after_loading(self):
+        "Take the whole layer as one call, for few tokens, where the operations offer that."
+        make, a, m = getattr(self.ops, "make_decoder_layer", None), self.self_attn, self.mlp
+        if make is None: return
+        q_norm, k_norm = (norm and norm.weight for norm in (a.q_norm, a.k_norm))
+        qkv, o, gate_up, down = ((p.weight, p.bias) for p in (a.qkv_proj, a.o_proj, m.gate_up_proj, m.down_proj))
+        self.kernel = make(self.input_layernorm.weight, qkv, q_norm, k_norm, o, self.post_attention_layernorm.weight, gate_up, down,
+                           self.input_layernorm.eps, a.rotary_emb.cos_sin_cache)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         "x is what the layer before computed, not yet added to residual (None in front of the first layer); returns the same pair."
+        if self.kernel is not None:
+            stream = torch.zeros_like(x) if residual is None else residual
+            if self.kernel(x, stream, positions, *get_attention_context(self.self_attn.attn.layer_name)): return x, stream
         if residual is None: x, residual = self.input_layernorm(x), x
         else: x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(positions, x)

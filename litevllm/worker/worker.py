@@ -150,7 +150,7 @@ class GpuMemory:
 
 # %% ../../nbs/03b_worker.ipynb #bb96fe3f
 def warm_up(runner: ModelRunner):
-    "One prefill, one decode and the end of a request whose blocks are all the null block 0."
+    "One prefill, one decode and the end of a request whose blocks are all the null block 0; on a CPU, memory for the pages one step can fill."
     def execute(plan):
         step = runner.execute_model(plan)
         if runner.is_async: step.get_output()
@@ -165,3 +165,6 @@ def warm_up(runner: ModelRunner):
     end = SchedulerOutput.make_empty()
     end.finished_req_ids.add("warm-up")
     execute(end)
+    if runner.device.type == "cpu":   # a page of memory is handed out at the first write, and that takes several times as long as the write
+        pages = -(-runner.vllm_config.scheduler_config.max_num_batched_tokens // rows.block_size)
+        for layer in runner.layers.values(): layer.kv_cache[:, :pages + 1].zero_()

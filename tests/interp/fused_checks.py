@@ -1,4 +1,4 @@
-"""The fused kernels in Triton's interpreter against float64, sanitizer and race detector on. Run by tests/test_fused_kernels.py in a process of its own."""
+"""The fused kernels in Triton's interpreter against float64, sanitizer and race detector on. Run by tests/test_kernels_interp.py in a process of its own."""
 import importlib
 
 import pytest

@@ -1,14 +1,7 @@
-"""Plant one bug at a time into the fused kernels and see that the checks notice. Run by tests/test_fused_kernels.py with TRITON_INTERPRET=1."""
-import importlib.util
-import sys
-import tempfile
-import time
-from pathlib import Path
-
+"""Bugs for the fused kernels, and the checks that must notice. Run by tests/test_kernels_interp.py with TRITON_INTERPRET=1."""
 import fused_checks as checks
-import triton_tools as tools
+from planting import plant
 
-SOURCE = (Path(__file__).resolve().parents[2] / "litevllm/kernels/fused.py").read_text(encoding="utf-8").replace("from .", "from litevllm.kernels.")
 CHECKS = {
     "norm": lambda K: [checks.check_rms_norm(K, *s) for s in ((5, 64), (3, 80), (1, 1040))],
     "small": lambda K: checks.check_rms_norm(K, 3, 64, spread=1e-4, eps=1e-5),
@@ -61,36 +54,4 @@ BUGS = [  # what is wrong then, the line as it is, the line with the bug, the ch
     ("the second half of the values is the first", "tl.store(to + HALF, as_stored(tl.load(value + HALF, mask=mask)", "tl.store(to + HALF, as_stored(tl.load(value, mask=mask)", "cache"),
 ]
 
-
-def load(source, folder, name):
-    "A module from source text; the interpreter wants to read it from a file"
-    path = Path(folder) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def main():
-    with tempfile.TemporaryDirectory() as folder:
-        sound = load(SOURCE, folder, "sound")
-        for check in CHECKS.values(): check(sound)
-        missed = []
-        for n, (what, line, bug, name) in enumerate(BUGS):
-            assert line in SOURCE, f"fused_planted_bugs.py is out of date: {line!r} is not in the kernels"
-            began = time.perf_counter()
-            mutant = load(SOURCE.replace(line, bug), folder, f"bug{n}")
-            try: CHECKS[name](mutant)
-            except Exception as e:
-                while e.__cause__ is not None: e = e.__cause__   # the interpreter wraps what goes wrong in a helper
-                if not isinstance(e, (AssertionError, tools.OutOfBounds, tools.WriteRace)): raise
-                print(f"found   {what}: {type(e).__name__} ({time.perf_counter() - began:.1f} s)", flush=True)
-            else:
-                missed.append(what)
-                print(f"MISSED  {what}", flush=True)
-    print(f"{len(BUGS) - len(missed)} of {len(BUGS)} planted bugs found")
-    return len(missed)
-
-
-if __name__ == "__main__": sys.exit(main())
+test_as_they_are, test_planted = plant(("fused",), BUGS, lambda module, name: CHECKS[name](module))

@@ -37,7 +37,10 @@ def test_case_with_small_tiles(case, splits):
     check(triton_kernels, case, with_tiles(32 if case.heads[0] == 24 else 16, 16, 4, 2, splits))
 
 
-@pytest.mark.parametrize("case", [CASES[1], replace(CASES[1], window=50, head_dim=80, dtype=torch.float16)], ids=["plain", "window"])
+FEW_TILES = replace(CASES[1], heads=(2, 1), query_lens=(1, 1), seq_lens=(17, 129))
+
+
+@pytest.mark.parametrize("case", [FEW_TILES, replace(FEW_TILES, window=50, head_dim=80, dtype=torch.float16)], ids=["plain", "window"])
 def test_more_splits_than_tiles(case): check(triton_kernels, case, with_tiles(16, 64, 4, 3, 16))
 
 
@@ -75,7 +78,7 @@ def test_the_sanitizer_and_the_race_detector_bite():
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_the_order_of_programs_does_not_matter(splits):
-    case = replace(CASES[0], heads=(6, 2), window=30)
+    case = replace(CASES[0], heads=(6, 2), query_lens=(1, 7, 12), seq_lens=(40, 7, 33), window=30)
     results = []
     for order in ("given", "reversed", "shuffled"):
         b = build(case)

@@ -1,4 +1,4 @@
-"""The sampling kernels in Triton's interpreter, sanitizer and race detector on. Run by tests/test_sampling_kernels.py in a process of its own."""
+"""The sampling kernels in Triton's interpreter, sanitizer and race detector on. Run by tests/test_kernels_interp.py in a process of its own."""
 import random
 
 import numpy as np

@@ -1,20 +1,9 @@
-"""Plant one bug at a time into the sampling kernels and see that the checks notice. Run by tests/test_sampling_kernels.py with TRITON_INTERPRET=1."""
-import importlib.util
-import signal
-import sys
-import tempfile
-import time
-from pathlib import Path
-
+"""Bugs for the sampling kernels, and the checks that must notice. Run by tests/test_kernels_interp.py with TRITON_INTERPRET=1."""
 import pytest
 import sampling_checks as checks
 import torch
-from sampling_checks import FILTERS, SHAPES, guarded, kept, kept_by_torch, metadata_of
-
-from litevllm.worker.logits_processors import make_logits_processors
-from litevllm.worker.sampler import Sampler
-
-SOURCE = (Path(__file__).resolve().parents[2] / "kernels/sampling.py").read_text(encoding="utf-8").replace("from .kv_write", "from litevllm.kernels.kv_write")
+from planting import plant
+from sampling_checks import kept, kept_by_torch, metadata_of
 
 BUGS = [  # what is wrong then, the line as it is, the line with the bug, the check that must notice
     ("the hash loses a fold", "    x ^= x >> 15\n    x *= 0x846CA68B", "    x *= 0x846CA68B", "noise"),
@@ -63,16 +52,6 @@ BUGS = [  # what is wrong then, the line as it is, the line with the bug, the ch
 ]
 
 
-def load(source, folder, name):
-    "A module from source text; the interpreter wants to read it from a file"
-    path = Path(folder) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def case(*args): return lambda module, patch: checks.test_the_same_tokens_are_kept_and_the_same_one_wins(*args)
 
 
@@ -102,30 +81,4 @@ def run(module, name):
     finally: checks.K = sound
 
 
-class Hangs(Exception): pass
-
-
-def hangs(*_): raise Hangs("a search that does not end")
-
-
-def main():
-    signal.signal(signal.SIGALRM, hangs)
-    with tempfile.TemporaryDirectory() as folder:
-        sound = load(SOURCE, folder, "sound")
-        for name in CHECKS: run(sound, name)
-        missed = []
-        for n, (what, line, bug, name) in enumerate(BUGS):
-            assert line in SOURCE, f"sampling_planted_bugs.py is out of date: {line!r} is not in the kernels"
-            began = time.perf_counter()
-            signal.alarm(4)
-            try: run(load(SOURCE.replace(line, bug, 1), folder, f"bug{n}"), name)
-            except Exception as e: print(f"found   {what}: {type(e).__name__} ({time.perf_counter() - began:.1f} s)", flush=True)
-            else:
-                missed.append(what)
-                print(f"MISSED  {what}", flush=True)
-    signal.alarm(0)
-    print(f"{len(BUGS) - len(missed)} of {len(BUGS)} planted bugs found")
-    return len(missed)
-
-
-if __name__ == "__main__": sys.exit(main())
+test_as_they_are, test_planted = plant(("sampling",), BUGS, run)

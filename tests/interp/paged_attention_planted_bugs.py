@@ -1,18 +1,12 @@
-"""Plant one bug at a time into the Triton kernels and see that the cases notice. Run by tests/test_kernels_interp.py with TRITON_INTERPRET=1."""
-import importlib.util
-import sys
-import tempfile
-import time
+"""Bugs for the attention and cache kernels, and the cases that must notice. Run by tests/test_kernels_interp.py with TRITON_INTERPRET=1."""
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import triton_tools as tools
 from attention_cases import CASES, FP8, check
+from planting import plant
 
-ROOT = Path(__file__).resolve().parents[2] / "kernels"
-SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8").replace("from .", "from litevllm.kernels.")
-           for name in ("kv_write", "flash_attention", "paged_attention")}
+tools.install()
 
 BUGS = [  # what is wrong then, the line as it is, the line with the bug, the check that must notice
     ("slot -1 is written", "    if slot < 0:", "    if slot < -1:", "slot -1"),
@@ -111,37 +105,4 @@ def run(module, name):
     check(module, case, with_tiles(module, SMALL.get(name, (16, 32, 4, 2, 1))))
 
 
-def load(line, bug, folder, name):
-    "`paged_attention`, with the bug in it or in a module that it imports; the interpreter wants to read sources from files"
-    sources, where = dict(SOURCES), [m for m, text in SOURCES.items() if line in text]
-    assert where, f"planted_bugs.py is out of date: {line!r} is not in the kernels"
-    where = where[-1]
-    sources[where] = sources[where].replace(line, bug)
-    for module, text in sources.items():
-        for other in SOURCES: text = text.replace(f"from litevllm.kernels.{other} import", f"from {name}_{other} import")
-        path = Path(folder) / f"{name}_{module}.py"
-        path.write_text(text, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        sys.modules[path.stem] = made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-    return made
-
-
-def main():
-    tools.install()
-    with tempfile.TemporaryDirectory() as folder:
-        sound = load("@triton.jit", "@triton.jit", folder, "sound")
-        for name in dict.fromkeys(name for *_, name in BUGS): run(sound, name)
-        missed = []
-        for n, (what, line, bug, name) in enumerate(BUGS):
-            began = time.perf_counter()
-            try: run(load(line, bug, folder, f"bug{n}"), name)
-            except Exception as e: print(f"found   {what}: {type(e).__name__} ({time.perf_counter() - began:.1f} s)", flush=True)
-            else:
-                missed.append(what)
-                print(f"MISSED  {what}", flush=True)
-    print(f"{len(BUGS) - len(missed)} of {len(BUGS)} planted bugs found")
-    return len(missed)
-
-
-if __name__ == "__main__": sys.exit(main())
+test_as_they_are, test_planted = plant(("kv_write", "flash_attention", "paged_attention"), BUGS, run)
