@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FLAT', 'I64', 'TABLE', 'INTS', 'ROPE', 'MATRIX', 'FEW_ROWS', 'flat', 'norm_rows', 'norm_batch', 'rms_norm',
            'add_norm_rows', 'add_norm_batch', 'fused_add_rms_norm', 'silu_rows', 'silu_batch', 'silu_and_mul', 'turn',
-           'turn_tokens', 'turn_and_store', 'turn_and_store_batch', 'rotary_embedding', 'rope_and_cache', 'dot_three',
-           'dot_one', 'product_rows', 'product_batch', 'skinny_linear', 'make_linear']
+           'turn_and_store', 'turn_and_store_batch', 'rope_and_cache', 'dot_three', 'dot_one', 'product_rows',
+           'product_batch', 'skinny_linear', 'make_linear']
 
 # %% ../nbs/05d_cpu_ops.ipynb #aefd8906
 import math
@@ -138,13 +138,6 @@ def turn(x, at, out, to, heads, half, table, position):
             out_left[i] = one * c - other * s
             out_right[i] = other * c + one * s
 
-@njit(numba.void(INTS, FLAT, I64, I64, FLAT, I64, I64, I64, TABLE), fastmath=FAST, cache=True)
-def turn_tokens(positions, query, q_stride, q_heads, key, k_stride, k_heads, half, table):
-    "Rotate each token's query and key in place"
-    for t in range(len(positions)):
-        turn(query, t * q_stride, query, t * q_stride, q_heads, half, table, positions[t])
-        turn(key, t * k_stride, key, t * k_stride, k_heads, half, table, positions[t])
-
 # %% ../nbs/05d_cpu_ops.ipynb #41878331
 ROPE = (INTS, FLAT, I64, I64, FLAT, I64, FLAT, I64, I64, I64, TABLE, FLAT, FLAT, INTS)
 
@@ -167,14 +160,6 @@ def turn_and_store_batch(workers, tokens, positions, query, q_stride, q_heads, k
                        k_heads, half, table, key_pool, value_pool, slots)
 
 # %% ../nbs/05d_cpu_ops.ipynb #d61da637
-def rotary_embedding(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor) -> None:
-    """Rotate query and key by their positions, in place (vllm/_custom_ops.py).
-
-    positions int64 [tokens]; query and key float32 [tokens, heads * head_size]; cos_sin_cache [max_position, head_size]: cosines, then sines."""
-    if not query.numel(): return
-    turn_tokens(as_array(positions, torch.int64), flat(query), query.stride(0), query.shape[1] // head_size, flat(key), key.stride(0),
-                key.shape[1] // head_size, head_size // 2, as_array(cos_sin_cache, torch.float32))
-
 def rope_and_cache(
     positions: torch.Tensor,  # int64 [tokens]
     query: torch.Tensor,  # float32 [tokens, heads * head_size], rotated in place

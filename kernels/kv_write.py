@@ -66,7 +66,11 @@ def check_device(x: torch.Tensor, *pools: torch.Tensor):
     "RuntimeError where Triton cannot run on the tensor's device, ValueError where the device cannot convert the pools' dtype"
     if x.device.type == "cpu" and isinstance(write_kernel, triton.JITFunction):
         raise RuntimeError("the Triton kernels run on a GPU, or on CPU tensors when TRITON_INTERPRET=1 is set before triton is imported")
-    if x.device.type == "cuda" and not torch.version.hip and any(is_fp8(p) for p in pools):
+    if x.device.type != "cuda" or not any(is_fp8(p) for p in pools): return
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]
+        if not arch.startswith(("gfx94", "gfx95", "gfx12")): raise ValueError(f"an fp8 KV cache needs a GPU from MI300 on (gfx94, gfx95 or gfx12), this is {arch}")
+    else:
         capability = torch.cuda.get_device_capability(x.device)
         if capability < (8, 9):
             name = torch.cuda.get_device_name(x.device)

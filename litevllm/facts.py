@@ -28,7 +28,7 @@ class DeviceFacts:
     kind: str          # "cpu" or "cuda"
     name: str = ""
     memory: int = 0    # bytes
-    capability: int = 0   # CUDA's, major * 10 + minor: 90 for Hopper; 0: not known
+    capability: int = 0   # CUDA's, major * 10 + minor: 90 for Hopper; 0: not known, or not CUDA
 
     @property
     def batch_defaults(self) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def detect_device(device: str = "auto") -> DeviceFacts:
     import torch   # slow to import: only where the answer depends on it
     if torch.cuda.is_available():
         props = torch.cuda.get_device_properties(0)
-        return DeviceFacts("cuda", props.name, props.total_memory, props.major * 10 + props.minor)
+        return DeviceFacts("cuda", props.name, props.total_memory, 0 if torch.version.hip else props.major * 10 + props.minor)
     if device == "cuda": raise ValueError("device='cuda', but torch finds no CUDA device on this machine")
     return DeviceFacts("cpu")
 

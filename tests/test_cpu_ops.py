@@ -57,8 +57,6 @@ def test_rotation_and_cache(n):
     keys, values, stored = pool[0].view(400, 48), pool[1].view(400, 48), len(slots) - 1
     torch.testing.assert_close(keys[slots[1:]], turned(k, cos, sin)[1:len(slots)])
     assert torch.equal(values[slots[1:]], v[1:len(slots)]) and int(pool.isnan().sum()) == (400 - stored) * 96
-    ops.rotary_embedding(positions, q, k.clone(), 16, table)
-    torch.testing.assert_close(q, qkv[:, :144])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 7, 40])

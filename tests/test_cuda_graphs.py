@@ -112,7 +112,7 @@ def release(driver):
     driver.worker.execute_model(driver.plan({}, {}))
 
 
-def test_pads_write_nothing_and_read_nothing(both):
+def test_pads_write_nothing_and_read_nothing(both, paths):
     "Everything that no request owns holds NaN, the null block too: tokens don't change, and not one of these numbers does."
     runner = both.model_runner
     driver, counts = decoding(both, 5)
@@ -123,9 +123,8 @@ def test_pads_write_nothing_and_read_nothing(both):
         layer.kv_cache[:, free] = torch.nan
     before = [layer.kv_cache.clone() for layer in runner.layers.values()]
     seen = watch(runner)
-    first = {name: r.tokens[-1] for name, r in driver.requests.items()}
     out = driver.step(counts)
-    assert seen[0][1] == (FULL, BatchDescriptor(8, 8, True)) and all(len(t) == 1 for t in out.values()) and first
+    assert seen[0][1] == (FULL, BatchDescriptor(8, 8, True)) and out == decoding(make_worker(paths["llama"]), 5)[0].step(counts)
     grown = {b for r in driver.requests.values() for b in r.blocks}
     for layer, old in zip(runner.layers.values(), before):
         changed = (layer.kv_cache != old) & ~(layer.kv_cache.isnan() & old.isnan())
@@ -203,7 +202,7 @@ def test_bad_pads_are_noticed(paths, monkeypatch, name):
     where, change = BROKEN[name]
     monkeypatch.setattr(input_batch, where, change(getattr(input_batch, where)))
     worker = graph_worker(graph_config(paths["llama"], "FULL_DECODE_ONLY", compile=None))
-    with pytest.raises(AssertionError): test_pads_write_nothing_and_read_nothing(worker)
+    with pytest.raises(AssertionError): test_pads_write_nothing_and_read_nothing(worker, paths)
 
 
 def elsewhere(name):
@@ -324,7 +323,7 @@ def test_graph_memory_is_told_from_two_recordings_a_mode(paths, monkeypatch, cap
     runner, mib, made = worker.model_runner, 1 << 20, []
     class Costly(EagerGraph):
         def capture(self, function, args):
-            made.append(torch._dynamo.is_compiling() or len(args))
+            made.append(1)
             return super().capture(function, args)
     runner.graphs.clear()
     runner.graphs.graph_factory = Costly

@@ -1,4 +1,6 @@
 """Every Triton kernel, compiled for GPUs that are not there, in the configurations that `unified_attention` would launch."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -141,6 +143,12 @@ def test_fp8_is_refused_where_the_chip_cannot_convert(monkeypatch):
         else:
             with pytest.raises(ValueError, match=rf"needs compute capability 8.9 or more, NVIDIA A100 has 8.{capability[1]}"):
                 W.check_device(Fake(torch.bfloat16), Fake(torch.float8_e4m3fn))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for arch, works in (("gfx90a:sramecc+:xnack-", False), ("gfx942:sramecc+:xnack-", True), ("gfx1100", False), ("gfx1201", True)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+        if works: W.check_device(Fake(torch.bfloat16), Fake(torch.float8_e4m3fn))
+        else:
+            with pytest.raises(ValueError, match=f"gfx94.* this is {arch.split(':')[0]}$"): W.check_device(Fake(torch.bfloat16), Fake(torch.float8_e4m3fn))
 
 
 def test_without_a_gpu_and_without_the_interpreter_the_error_says_what_to_do():

@@ -68,13 +68,14 @@ def point(name: str, flops: float, nbytes: float, seconds: float) -> dict:
 def linear_points(shape: Shape, rows=(1, 8, 64, 256), seconds: float = 0.3) -> list[dict]:
     "The gate and up projection of the model's MLP through the engine's `Linear`, for several batch sizes."
     import torch
+    from litevllm.kernels import cpu_ops
     from litevllm.model.layers import Linear
     (n, k), points = shape.layer[2], []
-    layers = [Linear(k, n) for _ in range(max(2, 128*2**20//(4*n*k)))]
+    layers = [Linear(k, n, ops=cpu_ops) for _ in range(max(2, 128*2**20//(4*n*k)))]
     with torch.inference_mode():
         for layer in layers:
             torch.nn.init.normal_(layer.weight, std=0.02)
-            if hasattr(layer, "process_weights_after_loading"): layer.process_weights_after_loading()
+            layer.process_weights_after_loading()
         for m in rows:
             x = torch.randn(m, k)
             def run():

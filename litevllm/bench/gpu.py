@@ -87,8 +87,9 @@ def random_traffic(count: int, tokens_in: tuple[int, int], tokens_out: tuple[int
 def engines(device: str) -> dict[str, dict]:
     "{name: what it is told}: litevllm's variants for this device, transformers, and those peers that are importable."
     from importlib.util import find_spec
-    found = {"litevllm": {}, "transformers-static": {}, "litevllm-eager": {"enforce_eager": True}}
+    found = {"litevllm": {}, "litevllm-eager": {"enforce_eager": True}}
     if device.startswith("cuda") and has_fp8(device): found["litevllm-fp8"] = {"kv_cache_dtype": "fp8"}
+    found["transformers-static"] = {}
     if find_spec("vllm"): found["vllm"] = {}
     if find_spec("nanovllm") and device.startswith("cuda"): found["nanovllm"] = {}
     return found

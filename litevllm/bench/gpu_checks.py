@@ -166,7 +166,7 @@ def zero_checks(device: str, layers: int = 3, blocks: int = 9) -> list[dict]:
     return [check("zero_blocks", torch.stack(caches), torch.stack(wants), bound=0.0)]
 
 # %% ../../nbs/07h_gpu_checks.ipynb #ca941b4d
-def sampling_checks(device: str, rows: int = 64, vocab: int = 32_000) -> list[dict]:
+def sampling_checks(device: str, rows: int = 256, vocab: int = 32_000) -> list[dict]:
     "The sampler's kernels on `device` against its torch code on a CPU: greedy, and each filter by itself and all together."
     import numpy as np
     from litevllm.kernels import sampling

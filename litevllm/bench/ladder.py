@@ -96,7 +96,9 @@ def time_parts(ladder: Ladder, batch: int, seconds: float = 0.5) -> dict[str, di
         for form, x in zip(forms, inputs): form(x)
     def small(rung):
         ladder.climb(rung)
-        for block, norm_act in zip(ladder.model.model.layers, layers): small_operations(block, norm_act, rung)
+        def run():
+            for block, layer in zip(ladder.model.model.layers, layers): small_operations(block, layer, rung)
+        return best_of(run, seconds)
     qkv, x = torch.randn(batch, sum(ladder.blocks[0].sizes)), torch.randn(batch, ladder.linears[0].weight.shape[1])
     gate_up = torch.randn(batch, ladder.model.model.layers[0].mlp.gate_up_proj.weight.shape[0])
     residual, positions, slots = torch.randn_like(x), torch.full((batch,), ladder.context), table[:, -1].long()*ladder.block_size
@@ -116,7 +118,7 @@ def time_parts(ladder: Ladder, batch: int, seconds: float = 0.5) -> dict[str, di
                 "products": {"plain": best_of(lambda: products([lambda x, w=m.weight, b=m.bias: F.linear(x, w, b) for m in ladder.linears]), seconds),
                              "pack the weights": best_of(lambda: products([packed for _, packed in ladder.kernels]), seconds),
                              "few rows": best_of(lambda: products([own for own, _ in ladder.kernels]), seconds)},
-                "small": {"plain": best_of(lambda: small(0), seconds), "fuse": best_of(lambda: small(4), seconds)},
+                "small": {"plain": small(0), "fuse": small(4)},
                 "calls": {"fuse": CALLS*len(layers)*call, "one call": (1 if batch <= ladder.ops.FEW_ROWS else CALLS)*len(layers)*call}}
 
 # %% ../../nbs/07_making_it_fast.ipynb #a0a45689

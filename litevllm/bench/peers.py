@@ -234,15 +234,16 @@ def main(argv: list[str]) -> dict:
     result = json.loads(options.out.read_text()) if options.keep else {}
     for part in options.parts: result.pop(part, None)
     result["dates"] = result.get("dates", {}) | dict.fromkeys(options.parts, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
-    result |= {"machine": one_peer.machine() | {"threads": options.threads}, "model": options.model, "dtype": "float32", "workloads":
-              [{"name": w["name"], "digest": digest(w["requests"]), "requests": len(w["requests"]),
-                "prompt_tokens": sum(len(r["prompt_token_ids"]) for r in w["requests"]),
-                "output_tokens": sum(r["max_tokens"] for r in w["requests"])} for w in workloads]}
+    result |= {"machine": one_peer.machine() | {"threads": options.threads}, "model": options.model, "dtype": "float32"}
+    asked = not options.keep or not {"floor", "peers"}.isdisjoint(options.parts)   # else what is kept was measured on workloads of its own
+    if asked: result["workloads"] = [{"name": w["name"], "digest": digest(w["requests"]), "requests": len(w["requests"]),
+                                      "prompt_tokens": sum(len(r["prompt_token_ids"]) for r in w["requests"]),
+                                      "output_tokens": sum(r["max_tokens"] for r in w["requests"])} for w in workloads]
     def measure_floor():
         new = in_process("floor", model, options.threads, options.floor_seconds, threads=options.threads)
         result["floor"] = better(result["floor"], new) if "floor" in result else new
     def save(runs=()):
-        read = max(v for k, v in result["floor"]["bandwidth"].items() if k.startswith("read")) if "floor" in result else None
+        read = max(v for k, v in result["floor"]["bandwidth"].items() if k.startswith("read")) if "floor" in result and asked else None
         floors = {w["name"]: floor_of(w, result["floor"]["gemms"], read, Shape(config).kv_bytes) for w in workloads} if read else None
         if floors: result["floors"] = floors
         if runs: result["summary"] = summarize(runs, floors)

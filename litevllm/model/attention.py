@@ -36,7 +36,7 @@ class AttentionMetadata:
 # %% ../../nbs/04a_attention.ipynb #b1b05edb
 @dataclass(frozen=True)
 class AttentionBackend:
-    "Kernels for one kind of device: a module that offers `reshape_and_cache_flash` and `unified_attention`."
+    "Kernels for one kind of device: a module that offers `reshape_and_cache_flash`, `unified_attention` and `zero_blocks`."
     name: str
     module: str                              # imported when the backend is chosen, not before
     devices: tuple[str, ...]

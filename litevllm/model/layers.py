@@ -24,7 +24,7 @@ def get_ops(vllm_config) -> ModuleType | None:
     It has `rms_norm`, `fused_add_rms_norm`, `silu_and_mul`, `rope_and_cache`, and may have `make_linear`."""
     backend = get_attn_backend(vllm_config.attention_config.backend, vllm_config.device_config.device)
     if vllm_config.compilation_config.mode == "compile": return None
-    if backend.name == "CPU_ATTN" and vllm_config.model_config.dtype != "float32": return None   # no CPU instruction here multiplies 16-bit numbers
+    if backend.name == "CPU_ATTN" and vllm_config.model_config.dtype != "float32": return None   # they are written for float32
     return backend.fused_ops
 
 # %% ../../nbs/04b_layers.ipynb #2bba75a7

@@ -25,23 +25,22 @@ def drive(worker):
     return driver
 
 
-want = [drive(make_worker(path, attention_backend="TORCH_REF"))]
-want = [want[0].step(counts) for counts in COUNTS]
-for config in (graph_config(path, "FULL_DECODE_ONLY", [4], None, attention_backend="TRITON_ATTN"),):
-    worker = graph_worker(config)
-    runner = tear_apart(worker.model_runner)
-    runner.sampler = Sampler(sampling)
-    driver, plans = drive(worker), []
-    for counts in COUNTS:
-        plans.append(driver.plan(counts, {}))
-        for req_id, count in counts.items():
-            request = driver.requests[req_id]
-            request.computed += count
-            if request.computed == len(request.tokens): request.tokens.append(None)
-        plans[-1].scheduled_cached_reqs.all_token_ids.clear()
-    with no_sync([(GridExecutor, "__call__")]) as watch: steps = [runner.launch(plan) for plan in plans]
-    outputs = [step.get_output() for step in steps]
-    got = [dict(zip(o.req_ids, o.sampled_token_ids)) for o in outputs]
-    assert got == want, (got, want)
-    print(config.compilation_config.cudagraph_mode, runner.graphs.num_graphs(), "recordings,", len(watch.seen), "operations watched")
+reference = drive(make_worker(path, attention_backend="TORCH_REF"))
+want = [reference.step(counts) for counts in COUNTS]
+worker = graph_worker(graph_config(path, "FULL_DECODE_ONLY", [4], None, attention_backend="TRITON_ATTN"))
+runner = tear_apart(worker.model_runner)
+runner.sampler = Sampler(sampling)
+driver, plans = drive(worker), []
+for counts in COUNTS:
+    plans.append(driver.plan(counts, {}))
+    for req_id, count in counts.items():
+        request = driver.requests[req_id]
+        request.computed += count
+        if request.computed == len(request.tokens): request.tokens.append(None)
+    plans[-1].scheduled_cached_reqs.all_token_ids.clear()
+with no_sync([(GridExecutor, "__call__")]) as watch: steps = [runner.launch(plan) for plan in plans]
+outputs = [step.get_output() for step in steps]
+got = [dict(zip(o.req_ids, o.sampled_token_ids)) for o in outputs]
+assert got == want, (got, want)
+print(runner.graphs.num_graphs(), "recordings,", len(watch.seen), "operations watched")
 print("tokens agree")
