@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['FAST', 'TILE', 'QUERY_ROWS', 'F32', 'SMALL', 'LOWEST', 'IN3', 'POOL', 'I32', 'I64', 'ARGS', 'num_workers', 'exp2',
            'tanh', 'write_tokens', 'score_three', 'score_one', 'largest', 'weigh', 'add_three', 'add_one', 'load_tile',
-           'attend_tile', 'attend_item', 'common_start', 'attend_worker', 'attend_batch', 'as_pool', 'as_array',
-           'reshape_and_cache_flash', 'zero_blocks', 'base_two', 'unified_attention']
+           'attend_tile', 'attend_item', 'common_start', 'attend_worker', 'attend_batch', 'forget_older', 'as_pool',
+           'as_array', 'reshape_and_cache_flash', 'zero_blocks', 'base_two', 'unified_attention']
 
 # %% ../nbs/05b_cpu_attention.ipynb #faf18151
-import math
+import contextlib, hashlib, math
+from pathlib import Path
+from types import ModuleType
 
 import numba
 import numpy as np
@@ -28,8 +30,7 @@ LOWEST = F32(-1e30)  # below every score; finite, so that differences of it are 
 
 def num_workers(multiply_adds: int) -> int:
     "Threads for so much work: torch's number of them, or one where the others are not worth waking; numba is told."
-    workers = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if multiply_adds < SMALL or workers == 1: return 1
+    workers = 1 if multiply_adds < SMALL else min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(workers)
     return workers
 
@@ -236,14 +237,14 @@ def attend_item(scratch, q, k_pool, v_pool, out, row0, n, r, members, shared, be
 
 # %% ../nbs/05b_cpu_attention.ipynb #9ae10779
 @njit(cache=True)
-def common_start(starts, seq_lens, table, r, block_size):
+def common_start(starts, seq_lens, tables, r, block_size):
     "(run, shared): how many requests from r on decode and begin with the same pages, and the tokens in these, in whole tiles; (1, 0) where it is not worth it"
     run, pages = 1, 0
     if starts[r + 1] - starts[r] != 1: return run, 0
     while r + run < len(seq_lens) and starts[r + run + 1] - starts[r + run] == 1:
         other, same = r + run, 0
         full = min(seq_lens[r], seq_lens[other]) // block_size
-        while same < full and table[r, same] == table[other, same]: same += 1
+        while same < full and tables[r, same] == tables[other, same]: same += 1
         if run == 1: pages = same
         if same < pages or pages * block_size < 2 * TILE: break
         run += 1
@@ -282,6 +283,17 @@ def attend_batch(workers, q, k_pool, v_pool, out, starts, seq_lens, table, block
     "Attention of the whole batch on `workers` threads"
     for worker in prange(workers):
         attend_worker(worker, workers, q, k_pool, v_pool, out, starts, seq_lens, table, block_size, scale, window, cap)
+
+# %% ../nbs/05b_cpu_attention.ipynb #5500ac0b
+def forget_older(name: str, *sources: ModuleType):
+    "Drop what numba has kept of module `name` if it was compiled with other texts of `sources`, whose loops went into it"
+    kept, texts = Path(exp2.stats.cache_path), hashlib.sha256(b"".join(Path(module.__file__).read_bytes() for module in sources)).hexdigest()
+    stamp = kept / f"{name}.sources"
+    with contextlib.suppress(OSError):  # another process was faster
+        if stamp.exists() and stamp.read_text() == texts: return
+        for index in kept.glob(f"{name}.*.nbi"): index.unlink(missing_ok=True)
+        kept.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(texts)
 
 # %% ../nbs/05b_cpu_attention.ipynb #745c1f78
 def as_pool(cache: torch.Tensor) -> np.ndarray:

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from .cpu_attention import F32, I32, POOL, as_pool, attend_worker, base_two, num_workers
+from . import cpu_attention, cpu_ops
+from .cpu_attention import F32, I32, POOL, as_pool, attend_worker, base_two, forget_older, num_workers
 from .cpu_ops import FEW_ROWS, FLAT, I64, INTS, MATRIX, TABLE, add_norm_rows, norm_rows, product_rows, silu_rows, turn_and_store
 from .cpu_ops import fused_add_rms_norm, make_linear, rms_norm, rope_and_cache, silu_and_mul  # here the model finds all of its operations
 
 # %% ../nbs/05g_cpu_layer.ipynb #26b2cb5c
+forget_older("cpu_layer", cpu_attention, cpu_ops)
+
 @njit(numba.void(I64, I64, MATRIX, MATRIX, FLAT, MATRIX), cache=True)
 def project(worker, workers, x, w, bias, out):
     "Worker's share of the columns of out = x W^T + bias; an empty bias is none"

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from .cpu_attention import F32, FAST, as_array, as_pool, exp2, num_workers
+from . import cpu_attention
+from .cpu_attention import F32, FAST, as_array, as_pool, exp2, forget_older, num_workers
 
 # %% ../nbs/05d_cpu_ops.ipynb #1861e7e5
+forget_older("cpu_ops", cpu_attention)
 FLAT, I64 = numba.float32[::1], numba.int64
 
 def flat(x: torch.Tensor) -> np.ndarray:

@@ -228,7 +228,8 @@ def rope_and_cache(
 ) -> None:
     """`rotary_embedding`, and then the write of turned keys and values to their slots, in one launch.
 
-    ValueError where shapes or dtypes do not fit, RuntimeError where Triton has no device (vllm/compilation/passes/fusion/rope_kvcache_fusion.py does so on AMD)."""
+    ValueError where shapes or dtypes do not fit, RuntimeError where Triton has no device.
+    vLLM: vllm/compilation/passes/fusion/rope_kvcache_fusion.py, on AMD."""
     grid, const = _check_rope(positions, query, key, head_size, cos_sin_cache)
     rows = key.unflatten(1, (-1, head_size)), value.unflatten(1, (-1, head_size))
     check_write_args(*rows, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)

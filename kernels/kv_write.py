@@ -69,7 +69,8 @@ def check_device(x: torch.Tensor, *pools: torch.Tensor):
     if x.device.type != "cuda" or not any(is_fp8(p) for p in pools): return
     if torch.version.hip:
         arch = torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]
-        if not arch.startswith(("gfx94", "gfx95", "gfx12")): raise ValueError(f"an fp8 KV cache needs a GPU from MI300 on (gfx94, gfx95 or gfx12), this is {arch}")
+        if not arch.startswith(("gfx94", "gfx95", "gfx12")):
+            raise ValueError(f"an fp8 KV cache needs a GPU from MI300 on (gfx94, gfx95 or gfx12), this is {arch}")
     else:
         capability = torch.cuda.get_device_capability(x.device)
         if capability < (8, 9):

@@ -147,9 +147,9 @@ def _sizes_within(given: dict[str, Any], max_num_seqs: int, max_num_batched_toke
     "The sizes to record: the user's that a step can have, or the default ones."
     sizes, largest = given.get("cudagraph_capture_sizes"), given.get("max_cudagraph_capture_size")
     if sizes is None: return default_capture_sizes(min(largest or min(2 * max_num_seqs, 512), max_num_batched_tokens), max_num_batched_tokens)
+    if largest not in (None, sizes[-1]): raise ValueError(f"max_cudagraph_capture_size={largest} is not the largest of cudagraph_capture_sizes={sizes}")
     fit = [n for n in sizes if n <= max_num_batched_tokens]
     if not fit: raise ValueError(f"cudagraph_capture_sizes={sizes}: none of them fits in a step of max_num_batched_tokens={max_num_batched_tokens}")
-    if largest not in (None, fit[-1]): raise ValueError(f"max_cudagraph_capture_size={largest} is not the largest of cudagraph_capture_sizes={fit}")
     if fit != sizes: logger.warning("cudagraph_capture_sizes %s are more than max_num_batched_tokens=%d: recording %s", sizes, max_num_batched_tokens, fit)
     return fit
 

@@ -65,4 +65,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell's background job ignores it, and so would what tries Ctrl-C
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 4))
+    subprocess.run([sys.executable, "-c", "import litevllm.kernels.cpu_layer"], cwd=ROOT)   # numba compiles half a minute, once, not in every process at once
     sys.exit(run(sorted((ROOT/"tests").glob("test_*.py")), sorted((ROOT/"nbs").glob("*.ipynb")), parser.parse_args().workers))

@@ -442,6 +442,7 @@ def compiled(config_of, device=L4, **kw):
     (L4, dict(compilation_config={"mode": "NONE", "cudagraph_mode": "full"}), ("none", "FULL", 512)),
     (L4, dict(compilation_config={"cudagraph_mode": "NONE"}), ("compile", "NONE", 0)),
     (L4, dict(compilation_config={"cudagraph_mode": "PIECEWISE"}, max_cudagraph_capture_size=20), ("compile", "PIECEWISE", 16)),
+    (L4, dict(cudagraph_capture_sizes=[1, 512], max_cudagraph_capture_size=512, max_num_batched_tokens=256), ("compile", "FULL_AND_PIECEWISE", 1)),
     (L4, dict(compilation_config={"cudagraph_capture_sizes": [2, 7]}), ("compile", "FULL_AND_PIECEWISE", 7)),
     (L4, dict(compilation_config=CompilationConfig(mode="compile", cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 3])), ("compile", "FULL", 3)),
     (L4, dict(max_num_batched_tokens=100, max_num_seqs=90), ("compile", "FULL_AND_PIECEWISE", 100)),

@@ -178,7 +178,12 @@ def test_parts_are_kept_and_dated(tmp_path, monkeypatch, capsys):
     result = peers.main(["--model", model, "--out", str(out), "--parts", "curves", "--keep", "--workloads", "single"])
     assert result["curves"] == {"new": "curves"} and result["ladder"] == {"old": 2} and result["dates"]["ladder"] == "then" != result["dates"]["curves"]
     assert json.loads(out.read_text()) == result
-    with pytest.raises(SystemExit): peers.main(["--parts", "nonsense"])
+    for bad, said in ((["--parts", "nonsense"], "no part nonsense"), (["--peers", "nope"], "no peer nope"), (["--rounds-of", "litevllm"], "PEER=N"),
+                      (["--rounds-of", "nope=1"], "nope"), (["--peers", ""], "--peers needs"), (["--workloads", ""], "--workloads needs"),
+                      (["--rounds", "0"], "--rounds must be positive, got 0"), (["--limit", "nan"], "--limit must be"),
+                      (["--threads", "0"], "--threads must"), (["--keep", "--out", str(tmp_path / "no.json")], "no.json")):
+        with pytest.raises(SystemExit): peers.main(bad)
+        assert said in capsys.readouterr().err, bad
 
 
 # --- the engine under load, and under the roof

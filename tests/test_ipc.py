@@ -2,11 +2,13 @@
 (ipc_fakes.py) stand in for the worker; the scheduler, the busy loop and the sockets are the real ones."""
 import gc, io, os, signal, subprocess, sys, tempfile, textwrap, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec, psutil, pytest
 
 import ipc_fakes as fakes
 from ipc_fakes import FakeExecutor, make_config, make_request
+from litevllm.engine.child_process import ChildProcess
 from litevllm.engine.core import EngineCore
 from litevllm.engine.core_client import EngineCoreClient, EngineDeadError, InprocClient, SyncMPClient
 from litevllm.messages import FinishReason
@@ -666,3 +668,9 @@ def test_an_outgrown_request_ends_with_the_reason_through_the_loop(make, async_s
     assert last["a"].finish_reason is FinishReason.ERROR and "5" in last["a"].error, last
     assert len(tokens["a"]) >= 5 * 16 - 10
     assert client.get_request_counts() == (0, 0) and client.make_stats().num_free_blocks == 5
+
+
+def test_a_signal_without_a_name_is_a_reason_like_others():
+    child = ChildProcess()
+    child.process, child.relay = SimpleNamespace(pid=1, poll=lambda: -40), SimpleNamespace(join=lambda seconds: None)
+    assert "was killed by signal 40" in child.exit_reason()

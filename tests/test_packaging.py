@@ -145,7 +145,7 @@ def test_ci_runs_what_developers_run():
     steps = {name: [s.get("run", "") for job in js.values() for s in job["steps"]] for name, js in jobs.items()}
     assert steps["ci"] == ["", "", "", ".ci/run"]
     assert any(s.endswith("quarto render") for s in steps["docs"]) and any("check_links.py _docs" in s for s in steps["docs"])
-    done = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", "-n", "--no-print-directory", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     plan = done.stdout.splitlines()
     assert plan[-1].endswith("python tests/run_all.py"), plan      # its last line is pytest's closing line (test_notebooks.py)

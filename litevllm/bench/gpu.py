@@ -126,6 +126,8 @@ def options_from(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--requests", type=int, default=256)
     p.add_argument("--parts", type=lambda text: text.split(","), default=["kernels", "timings", "checks", "engines"])
     options = p.parse_args(argv)
+    parts = p.get_default("parts")
+    if unknown := set(options.parts) - set(parts): p.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     if not options.device.startswith("cuda") and not options.small: p.error("no CUDA device here; --small runs the same code on a CPU")
     if options.small and not options.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
         p.error("without a GPU, set TRITON_INTERPRET=1 first")

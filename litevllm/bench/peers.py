@@ -200,7 +200,15 @@ def options_from(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--patience", type=float, default=15, help="seconds to wait for a quiet machine before each run")
     p.add_argument("--floor-seconds", type=float, default=0.25, help="for each kernel at each size")
     options = p.parse_args(argv)
-    if unknown := set(options.parts) - set(PARTS): p.error(f"no part {', '.join(sorted(unknown))}")
+    limited = [r.partition("=")[0] for r in options.rounds_of]
+    for kind, given, known in (("part", options.parts, PARTS), ("peer", options.peers + limited, NAMES)):
+        if unknown := set(given) - set(known): p.error(f"no {kind} {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for name in ("parts", "peers", "workloads"):
+        if not getattr(options, name): p.error(f"--{name} needs a name at least")
+    for name in ("rounds", "threads", "limit", "max_num_seqs", "max_model_len", "floor_seconds"):
+        if not getattr(options, name) > 0: p.error(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}")
+    if bad := [r for r in options.rounds_of if not r.partition("=")[2].isdigit()]: p.error(f"--rounds-of takes PEER=N, got {', '.join(bad)}")
+    if options.keep and not options.out.exists(): p.error(f"--keep: there is no {options.out}")
     return options
 
 def load_workloads(names: list[str], model_dir: str, vocab_size: int) -> list[dict]:

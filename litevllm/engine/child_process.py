@@ -37,7 +37,8 @@ class ChildProcess:
     def exit_reason(self) -> str | None:
         "None while it runs; else how it ended, with its last lines."
         if (code := self.process.poll()) is None: return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        names = {s.value: s.name for s in signal.Signals}   # real-time signals have none
+        how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
         self.relay.join(1)
         return f"its process {self.process.pid} {how}; its last lines were:\n{''.join(self.last_lines)}"
 
