@@ -34,6 +34,7 @@ def cores():
 
 # ---- I2: interrupts at any moment, with n > 1, through the child too, are in tests/test_life.py; here chat() and a real model
 
+@pytest.mark.timeout(180)   # ten seconds alone; beside another process of tests it takes several times that
 @pytest.mark.parametrize("how", ["generate", "chat"])
 def test_I2_after_ctrl_c_the_next_call_is_its_own(tiny_llama, monkeypatch, how):
     "A real signal after 0.2 s, three times; the next call has one output for one prompt, and nothing of the old one is left."
