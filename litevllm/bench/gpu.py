@@ -57,8 +57,8 @@ class Parts:
 def summary_line(value) -> str:
     "A part's result in a few words."
     if isinstance(value, list): return f"{sum(bool(v.get('ok', True)) for v in value)} of {len(value)}" + (" ok" if value and "ok" in value[0] else " measured")
-    return ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {str(v)[:160]}" for k,
-                     v in value.items() if k not in ("where", "path") and not isinstance(v, (dict, list)))
+    return ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {str(v)[:160]}"
+                     for k, v in value.items() if k not in ("where", "path") and not isinstance(v, (dict, list)))
 
 # %% ../../nbs/07c_gpu_script.ipynb #38240974
 QWEN3_06B = dict(vocab_size=151_936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,

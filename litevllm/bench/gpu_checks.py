@@ -53,8 +53,8 @@ CASES = (
     Case("fp8 cache, decode", (1,)*4, (65, 200, 513, 1000), fp8=True),
     Case("fp8 cache, prompts", (100, 40), (130, 300), fp8=True),
 )
-SMALL_CASES = tuple(Case(c.name, tuple(min(q, 20) for q in c.query_lens[:2]), tuple(min(s, 20) if s == q else min(s, 70) for s,
-                                                                                    q in zip(c.seq_lens[:2], c.query_lens)),
+SMALL_CASES = tuple(Case(c.name, tuple(min(q, 20) for q in c.query_lens[:2]), tuple(min(s, 20) if s == q else min(s, 70)
+                                                                                    for s, q in zip(c.seq_lens[:2], c.query_lens)),
                          (c.heads[0]//c.heads[1], 1), min(c.head_dim, 64), c.block_size, min(c.window, 16), c.softcap, c.fp8, torch.float32) for c in CASES)
 
 # %% ../../nbs/07h_gpu_checks.ipynb #e44b0e66
@@ -85,8 +85,8 @@ def flash_checks(device: str, tokens: int = 300, heads: tuple = (16, 8), head_di
     found, g = [], torch.Generator().manual_seed(0)
     for dtype in dtypes:
         for queries in (tokens, tokens//3):
-            q, k, v = (torch.randn(2, n, h, head_dim, generator=g).to(dtype).to(device) for n,
-                       h in ((queries, heads[0]), (tokens, heads[1]), (tokens, heads[1])))
+            q, k, v = (torch.randn(2, n, h, head_dim, generator=g).to(dtype).to(device)
+                       for n, h in ((queries, heads[0]), (tokens, heads[1]), (tokens, heads[1])))
             position = torch.arange(tokens - queries, tokens, device=device)
             want = torch.stack([reference.attend_one(q[i], k[i].double(), v[i].double(), 0, position, head_dim**-0.5, 0, 0.0) for i in range(2)])
             found.append(check(f"flash_attention {str(dtype)[6:]}, {queries} over {tokens}", flash_attention.flash_attention(q, k, v, **tiles), want))

@@ -119,5 +119,5 @@ def sampling_timings(device: str, roof: dict, rows: int = 256, vocab: int = 151_
     cases = {"greedy": SamplingMetadata(True), "temperature": SamplingMetadata(False, temperature=full(0.8), noise_keys=keys),
              "top_k 50, top_p 0.9, min_p 0.01": SamplingMetadata(False, temperature=full(0.8), noise_keys=keys, top_k=full(50, torch.int32), top_p=full(0.9),
                                                                  min_p=full(0.01))}
-    return [timing(f"sampling, {name}, {rows} rows", seconds_of(lambda: sampler(logits, m), device), 4*rows*vocab, 0, roof) for name,
-            m in cases.items()]
+    return [timing(f"sampling, {name}, {rows} rows", seconds_of(lambda: sampler(logits, m), device), 4*rows*vocab, 0, roof)
+            for name, m in cases.items()]
