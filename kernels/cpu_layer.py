@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from . import cpu_attention, cpu_ops
-from .cpu_attention import F32, I32, POOL, as_pool, attend_worker, base_two, forget_older, num_workers
-from .cpu_ops import FEW_ROWS, FLAT, I64, INTS, MATRIX, TABLE, add_norm_rows, norm_rows, product_rows, silu_rows, turn_and_store
+from . import cpu_attention, cpu_lanes, cpu_ops
+from .cpu_attention import FLAT, I32, POOL, as_pool, attend_worker, base_two, num_workers
+from .cpu_lanes import F32, forget_older
+from .cpu_ops import FEW_ROWS, I64, INTS, MATRIX, TABLE, add_norm_rows, norm_rows, product_rows, silu_rows, turn_and_store
 from .cpu_ops import fused_add_rms_norm, make_linear, rms_norm, rope_and_cache, silu_and_mul  # here the model finds all of its operations
 
 # %% ../nbs/05g_cpu_layer.ipynb #26b2cb5c
-forget_older("cpu_layer", cpu_attention, cpu_ops)
+forget_older("cpu_layer", cpu_attention, cpu_lanes, cpu_ops)
 
 @njit(numba.void(I64, I64, MATRIX, MATRIX, FLAT, MATRIX), cache=True)
 def project(worker, workers, x, w, bias, out):
@@ -56,7 +57,9 @@ def layer_rows(workers, x, residual, norm, qkv_w, qkv_b, q_norm, k_norm, o_w, o_
     q = qkv.reshape(-1)
     turn_and_store(0, tokens, positions, q, wide, heads, q[heads * size:], wide, q[(heads + kv_heads) * size:], wide, kv_heads, size // 2, table,
                    k_pool.reshape(-1), v_pool.reshape(-1), slots)
-    for w in prange(workers): attend_worker(w, workers, qkv[:, :heads], k_pool, v_pool, seen, starts, seq_lens, pages, block_size, scale, window, cap)
+    for w in prange(workers):
+        attend_worker(w, workers, qkv[:, :heads], k_pool.reshape(-1), v_pool.reshape(-1), kv_heads, seen, starts, seq_lens, pages, block_size, scale,
+                      window, cap)
     for w in prange(workers): project(w, workers, seen.reshape(tokens, heads * size), o_w, o_b, x)
     add_norm_rows(0, tokens, x.reshape(-1), hidden, residual.reshape(-1), hidden, post_norm, eps)
     for w in prange(workers): project(w, workers, x, gate_up_w, gate_up_b, gate_up)

@@ -49,6 +49,7 @@ CASES = [
     Case("block size 48", block_size=48, query_lens=(1, 30), seq_lens=(100, 75)),
     Case("block size 256", block_size=256, query_lens=(1, 30), seq_lens=(300, 75)),
     Case("head dim 16", (4, 2), 16),
+    Case("head dim 36, group 3", (6, 2), 36),
     Case("head dim 40", (4, 2), 40),
     Case("head dim 80", (2, 2), 80),
     Case("head dim 96, window", (4, 2), 96, window=9),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_harness import PagedModel
 
-from litevllm.kernels import cpu_attention, cpu_layer, cpu_ops
+from litevllm.kernels import cpu_attention, cpu_lanes, cpu_layer, cpu_ops
 from litevllm.tiny import write_tiny_model
 
 KINDS = {"llama": {}, "qwen2": {}, "qwen3": {}, "mistral": dict(sliding_window=8)}
@@ -50,16 +50,16 @@ def test_every_batch_gives_what_the_modules_give(models, threads, monkeypatch):
 
 def test_code_compiled_from_an_older_loop_of_another_module_goes(tmp_path, monkeypatch):
     "numba looks at a module's own file only, and a loop of one module is compiled into what calls it in another."
-    kept = Path(cpu_attention.exp2.stats.cache_path)
+    kept = Path(cpu_lanes.exp2.stats.cache_path)
     for function in (cpu_ops.product_batch, cpu_layer.layer_rows):
         assert list(kept.glob(f"{function.__module__.rpartition('.')[2]}.{function.__name__}-*.nbi"))
     ours, other, source = (tmp_path / name for name in ("cpu_ops.f-1.py311.nbi", "cpu_layer.f-1.py311.nbi", "source.py"))
-    monkeypatch.setattr(cpu_attention, "exp2", SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path))))
+    monkeypatch.setattr(cpu_lanes, "exp2", SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path))))
     other.touch()
     for text, stays in (("a loop", False), ("a loop", True), ("another loop", False), ("another loop", True)):
         ours.touch()
         source.write_text(text)
-        cpu_attention.forget_older("cpu_ops", SimpleNamespace(__file__=str(source)))
+        cpu_lanes.forget_older("cpu_ops", SimpleNamespace(__file__=str(source)))
         assert ours.exists() == stays and other.exists()
 
 
