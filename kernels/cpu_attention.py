@@ -17,7 +17,7 @@ import torch
 from numba import njit, prange
 
 from . import cpu_lanes
-from .cpu_lanes import F32, FAST, LANES, exp2, forget_older, larger, load, peak, prefetch, spread, store, store_totals, tanh, total
+from .cpu_lanes import F32, FAST, LANES, exp2, forget_older, larger, load, load_spread, peak, prefetch, spread, store, store_totals, tanh, total
 from .reference import check_read_args, check_write_args
 
 # %% ../nbs/05b_cpu_attention.ipynb #fc2490b3
@@ -152,7 +152,7 @@ def add_three(acc, x, size, score, s, pool, places, now, ahead, offset, width):
         for j in range(width):
             at = places[now + j] + offset + d
             if ahead >= 0: fetch(pool, places[ahead + j] + offset + d, WIDE)
-            a, b, c, v = spread(score[s + j]), spread(score[s + TILE + j]), spread(score[s + 2 * TILE + j]), load(pool, at)
+            a, b, c, v = load_spread(score, s + j), load_spread(score, s + TILE + j), load_spread(score, s + 2 * TILE + j), load(pool, at)
             a0, b0, c0 = a0 + a * v, b0 + b * v, c0 + c * v
             v = load(pool, at + 8)
             a1, b1, c1 = a1 + a * v, b1 + b * v, c1 + c * v
@@ -168,7 +168,7 @@ def add_three(acc, x, size, score, s, pool, places, now, ahead, offset, width):
         a0, b0, c0 = load(acc, x0), load(acc, y0), load(acc, z0)
         for j in range(width):
             if ahead >= 0: fetch(pool, places[ahead + j] + offset + d, LANES)
-            a, b, c, v = spread(score[s + j]), spread(score[s + TILE + j]), spread(score[s + 2 * TILE + j]), load(pool, places[now + j] + offset + d)
+            a, b, c, v = load_spread(score, s + j), load_spread(score, s + TILE + j), load_spread(score, s + 2 * TILE + j), load(pool, places[now + j] + offset + d)
             a0, b0, c0 = a0 + a * v, b0 + b * v, c0 + c * v
         store(acc, x0, a0)
         store(acc, y0, b0)
@@ -182,7 +182,7 @@ def add_one(acc, x, size, score, s, pool, places, now, ahead, offset, width):
         x0 = x + d
         a0, a1, a2, a3 = load(acc, x0), load(acc, x0 + 8), load(acc, x0 + 16), load(acc, x0 + 24)
         for j in range(width):
-            at, a = places[now + j] + offset + d, spread(score[s + j])
+            at, a = places[now + j] + offset + d, load_spread(score, s + j)
             if ahead >= 0: fetch(pool, places[ahead + j] + offset + d, WIDE)
             a0, a1 = a0 + a * load(pool, at), a1 + a * load(pool, at + 8)
             a2, a3 = a2 + a * load(pool, at + 16), a3 + a * load(pool, at + 24)
@@ -191,7 +191,7 @@ def add_one(acc, x, size, score, s, pool, places, now, ahead, offset, width):
         a0 = load(acc, x + d)
         for j in range(width):
             if ahead >= 0: fetch(pool, places[ahead + j] + offset + d, LANES)
-            a0 += spread(score[s + j]) * load(pool, places[now + j] + offset + d)
+            a0 += load_spread(score, s + j) * load(pool, places[now + j] + offset + d)
         store(acc, x + d, a0)
 
 # %% ../nbs/05b_cpu_attention.ipynb #68063412
