@@ -26,25 +26,25 @@ def threads(request, monkeypatch):
 def models(request, tmp_path):
     "The same model twice: with its layers as one call, and without."
     path = write_tiny_model(tmp_path, request.param, **KINDS[request.param])
-    whole, modules = (PagedModel(path, block_size=4, seed=1, dtype="float32", attention_backend="CPU_ATTN") for _ in range(2))
+    whole, modules = (PagedModel(path, block_size=4, num_blocks=256, seed=1, dtype="float32", attention_backend="CPU_ATTN") for _ in range(2))
     for layer in modules.model.model.layers: layer.kernel = None
     return whole, modules
 
 
 def test_every_batch_gives_what_the_modules_give(models, threads, monkeypatch):
     whole, modules = models
-    taken, rows = [], cpu_layer.layer_rows
-    monkeypatch.setattr(cpu_layer, "layer_rows", lambda workers, x, *rest: (taken.append((workers, len(x))), rows(workers, x, *rest)))
+    taken, rows, hidden = [], cpu_layer.layer_rows, whole.model.lm_head.weight.shape[1]
+    monkeypatch.setattr(cpu_layer, "layer_rows", lambda workers, x, *rest: (taken.append((workers, len(x) // hidden)), rows(workers, x, *rest)))
     seed = random.randrange(10**6)
     print("seed", seed)
     ids, layers = random.Random(seed), len(whole.model.model.layers)
     for counts, pad_to in (({"a": 5}, None), ({"b": 21, "a": 1}, None), ({"a": 1}, None), ({"a": 1, "b": 1, "c": 4}, None),
-                           ({"a": 1, "b": 1, "c": 2}, 6), ({"c": 7}, None)):
+                           ({"a": 1, "b": 1, "c": 2}, 6), ({"c": 7}, None), ({"d": 2 * cpu_layer.ROWS + 5, "a": 1}, None)):
         chunks = {req: [ids.randrange(3, 250) for _ in range(n)] for req, n in counts.items()}
         taken.clear()
         ours, theirs = whole.step(chunks, pad_to), modules.step(chunks, pad_to)
         tokens = max(sum(counts.values()), pad_to or 0)
-        assert taken == [(threads, tokens)] * layers * (tokens <= cpu_layer.FEW_ROWS), (counts, taken)
+        assert taken == [(threads, tokens)] * layers, (counts, taken)
         for req in chunks: torch.testing.assert_close(ours[req], theirs[req], atol=2e-5, rtol=1e-5)
 
 

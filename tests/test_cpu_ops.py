@@ -59,11 +59,14 @@ def test_rotation_and_cache(n):
     assert torch.equal(values[slots[1:]], v[1:len(slots)]) and int(pool.isnan().sum()) == (400 - stored) * 96
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 7, 40])
-def test_products_on_both_sides_of_the_switch(n):
-    x, w, bias = torch.randn(n, 96), torch.randn(1003, 96), torch.randn(1003)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 12, 40, 1400])
+@pytest.mark.parametrize("columns", [3, 16, 40, 64, 1003])
+def test_products_of_any_shape(n, columns):
+    x, w, bias = torch.randn(n, 97), torch.randn(columns, 97), torch.randn(columns)
     want = F.linear(x.double(), w.double(), bias.double())
-    for got in (ops.skinny_linear(x, w, bias), ops.make_linear(w, bias)(x)): torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    got = ops.make_linear(w, bias)(x)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    for r in {0, n // 2, n - 1}: assert torch.equal(got[r], ops.make_linear(w, bias)(x[r:r + 1])[0]), "a row has the same bits alone"
     torch.testing.assert_close(ops.make_linear(w, None)(x).double(), want - bias.double(), rtol=1e-4, atol=1e-4)
 
 

@@ -83,13 +83,12 @@ class LlamaDecoderLayer(nn.Module):
         self.ops, self.kernel = ops, None
 
     def process_weights_after_loading(self):
-        "Take the whole layer as one call, for few tokens, where the operations offer that."
+        "Take the whole layer as one call, where the operations offer that; its parts have packed their weights by now."
         make, a, m = getattr(self.ops, "make_decoder_layer", None), self.self_attn, self.mlp
         if make is None: return
         q_norm, k_norm = (norm and norm.weight for norm in (a.q_norm, a.k_norm))
-        qkv, o, gate_up, down = ((p.weight, p.bias) for p in (a.qkv_proj, a.o_proj, m.gate_up_proj, m.down_proj))
-        self.kernel = make(self.input_layernorm.weight, qkv, q_norm, k_norm, o, self.post_attention_layernorm.weight, gate_up, down,
-                           self.input_layernorm.eps, a.rotary_emb.cos_sin_cache)
+        self.kernel = make(self.input_layernorm.weight, a.qkv_proj.kernel, q_norm, k_norm, a.o_proj.kernel, self.post_attention_layernorm.weight,
+                           m.gate_up_proj.kernel, m.down_proj.kernel, self.input_layernorm.eps, a.rotary_emb.cos_sin_cache)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         "x is what the layer before computed, not yet added to residual (None in front of the first layer); returns the same pair."

@@ -137,7 +137,7 @@ def get_model(vllm_config) -> nn.Module:
         model = cls(hf_config, vllm_config)
     load_weights(model, iterate_weights(Path(cfg.model)), cfg.model)
     model.eval().requires_grad_(False)
-    for module in model.modules():
+    for module in reversed(list(model.modules())):  # parts before the wholes
         if hasattr(module, "process_weights_after_loading"): module.process_weights_after_loading()
     return model
 
