@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAST', 'F32', 'LANES', 'LANE', 'FLOAT', 'INT', 'FLOATS', 'Lanes', 'LanesModel', 'address', 'shuffle', 'everywhere',
            'load', 'load_spread', 'store', 'prefetch', 'teach', 'spread', 'constant', 'of_larger', 'larger', 'nearest',
-           'power_of_two', 'fold', 'total', 'peak', 'store_totals', 'exp2', 'tanh', 'forget_older']
+           'power_of_two', 'fold', 'total', 'peak', 'store_totals', 'exp2', 'tanh', 'floats', 'forget_older']
 
 # %% ../nbs/05h_cpu_lanes.ipynb #331be6e1
 import contextlib, hashlib, math, operator
@@ -183,6 +183,17 @@ def tanh(x):
     y = x * x
     near = F32(1.0) + y * (F32(-0.33333334) + y * (F32(0.13333334) + y * (F32(-0.053968254) + y * F32(0.021869488))))
     return x * near if size < F32(0.25) else math.copysign(far, x)
+
+# %% ../nbs/05h_cpu_lanes.ipynb #01ebd074
+@intrinsic
+def floats(typing, address, n):
+    "The n float32 at this address as an array; whoever calls keeps their memory alive"
+    kind = types.float32[::1]
+    def build(context, builder, sig, args):
+        array, size = context.make_array(kind)(context, builder), context.get_constant(types.intp, 4)
+        context.populate_array(array, data=builder.inttoptr(args[0], FLOAT.as_pointer()), shape=[args[1]], strides=[size], itemsize=size, meminfo=None)
+        return array._getvalue()
+    return kind(types.int64, types.int64), build
 
 # %% ../nbs/05h_cpu_lanes.ipynb #415d5437
 def forget_older(name: str, *sources: ModuleType):

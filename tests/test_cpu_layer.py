@@ -1,4 +1,4 @@
-"""A decoder layer in one call against the same layer module by module: biases, normed heads, a sliding window; one token, a few, padding rows."""
+"""All layers in one call against the same layers module by module: biases, normed heads, a sliding window; one token, a few, padding rows."""
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,31 +27,31 @@ def models(request, tmp_path):
     "The same model twice: with its layers as one call, and without."
     path = write_tiny_model(tmp_path, request.param, **KINDS[request.param])
     whole, modules = (PagedModel(path, block_size=4, num_blocks=256, seed=1, dtype="float32", attention_backend="CPU_ATTN") for _ in range(2))
-    for layer in modules.model.model.layers: layer.kernel = None
+    modules.model.model.kernel = None
     return whole, modules
 
 
 def test_every_batch_gives_what_the_modules_give(models, threads, monkeypatch):
     whole, modules = models
-    taken, rows, hidden = [], cpu_layer.layer_rows, whole.model.lm_head.weight.shape[1]
-    monkeypatch.setattr(cpu_layer, "layer_rows", lambda workers, x, *rest: (taken.append((workers, len(x) // hidden)), rows(workers, x, *rest)))
+    taken, rows, hidden = [], cpu_layer.run_layers, whole.model.lm_head.weight.shape[1]
+    monkeypatch.setattr(cpu_layer, "run_layers", lambda workers, x, *rest: (taken.append((workers, len(x) // hidden)), rows(workers, x, *rest)))
     seed = random.randrange(10**6)
     print("seed", seed)
-    ids, layers = random.Random(seed), len(whole.model.model.layers)
+    ids = random.Random(seed)
     for counts, pad_to in (({"a": 5}, None), ({"b": 21, "a": 1}, None), ({"a": 1}, None), ({"a": 1, "b": 1, "c": 4}, None),
-                           ({"a": 1, "b": 1, "c": 2}, 6), ({"c": 7}, None), ({"d": 2 * cpu_layer.ROWS + 5, "a": 1}, None)):
+                           ({"a": 1, "b": 1, "c": 2}, 6), ({"c": 7}, None), ({"d": 201, "e": 2 * cpu_layer.ROWS - 190, "a": 1}, None)):
         chunks = {req: [ids.randrange(3, 250) for _ in range(n)] for req, n in counts.items()}
         taken.clear()
         ours, theirs = whole.step(chunks, pad_to), modules.step(chunks, pad_to)
         tokens = max(sum(counts.values()), pad_to or 0)
-        assert taken == [(threads, tokens)] * layers, (counts, taken)
+        assert taken == [(threads, tokens)], (counts, taken)
         for req in chunks: torch.testing.assert_close(ours[req], theirs[req], atol=2e-5, rtol=1e-5)
 
 
 def test_code_compiled_from_an_older_loop_of_another_module_goes(tmp_path, monkeypatch):
     "numba looks at a module's own file only, and a loop of one module is compiled into what calls it in another."
     kept = Path(cpu_lanes.exp2.stats.cache_path)
-    for function in (cpu_ops.product_batch, cpu_layer.layer_rows):
+    for function in (cpu_ops.product_batch, cpu_layer.run_layers):
         assert list(kept.glob(f"{function.__module__.rpartition('.')[2]}.{function.__name__}-*.nbi"))
     ours, other, source = (tmp_path / name for name in ("cpu_ops.f-1.py311.nbi", "cpu_layer.f-1.py311.nbi", "source.py"))
     monkeypatch.setattr(cpu_lanes, "exp2", SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path))))

@@ -80,21 +80,16 @@ class LlamaDecoderLayer(nn.Module):
         self.self_attn = LlamaAttention(config, layer, rotary_emb, vllm_config, f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = LlamaMLP(config, ops)
-        self.ops, self.kernel = ops, None
 
-    def process_weights_after_loading(self):
-        "Take the whole layer as one call, where the operations offer that; its parts have packed their weights by now."
-        make, a, m = getattr(self.ops, "make_decoder_layer", None), self.self_attn, self.mlp
-        if make is None: return
+    def parts(self) -> tuple:
+        "Its weights in the order of their use: norms' as tensors or None, products as what the operations made of them."
+        a, m = self.self_attn, self.mlp
         q_norm, k_norm = (norm and norm.weight for norm in (a.q_norm, a.k_norm))
-        self.kernel = make(self.input_layernorm.weight, a.qkv_proj.kernel, q_norm, k_norm, a.o_proj.kernel, self.post_attention_layernorm.weight,
-                           m.gate_up_proj.kernel, m.down_proj.kernel, self.input_layernorm.eps, a.rotary_emb.cos_sin_cache)
+        return (self.input_layernorm.weight, a.qkv_proj.kernel, q_norm, k_norm, a.o_proj.kernel, self.post_attention_layernorm.weight,
+                m.gate_up_proj.kernel, m.down_proj.kernel)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         "x is what the layer before computed, not yet added to residual (None in front of the first layer); returns the same pair."
-        if self.kernel is not None:
-            stream = torch.zeros_like(x) if residual is None else residual
-            if self.kernel(x, stream, positions, *get_attention_context(self.self_attn.attn.layer_name)): return x, stream
         if residual is None: x, residual = self.input_layernorm(x), x
         else: x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(positions, x)
@@ -112,10 +107,19 @@ class LlamaModel(nn.Module):
         self.rotary_emb = RotaryEmbedding(config, size, vllm_config.model_config.max_model_len)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, i, self.rotary_emb, vllm_config, f"{prefix}.layers.{i}")
                                     for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, get_ops(vllm_config))
+        self.ops, self.kernel = get_ops(vllm_config), None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self.ops)
+
+    def process_weights_after_loading(self):
+        "Take all layers as one call, where the operations offer that; the products have packed their weights by now."
+        make = getattr(self.ops, "make_decoder", None)
+        if make is not None: self.kernel = make([layer.parts() for layer in self.layers], self.norm.eps, self.rotary_emb.cos_sin_cache)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids), None
+        if self.kernel is not None:
+            total, contexts = torch.zeros_like(x), [get_attention_context(layer.self_attn.attn.layer_name) for layer in self.layers]
+            if self.kernel(x, total, positions, contexts): return self.norm(x, total)[0]
         for layer in self.layers: x, residual = layer(positions, x, residual)
         return self.norm(x, residual)[0]
 
