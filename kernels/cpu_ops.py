@@ -17,7 +17,7 @@ import torch
 from numba import njit, prange
 
 from . import cpu_attention, cpu_lanes
-from .cpu_attention import FLAT, as_array, as_pool, num_workers
+from .cpu_attention import FLAT, as_array, as_pool, in_turn, num_workers
 from .cpu_lanes import F32, FAST, LANES, exp2, forget_older, load, load_spread, prefetch, spread, store
 
 # %% ../nbs/05d_cpu_ops.ipynb #1861e7e5
@@ -64,7 +64,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     args = (inner, flat(x), x.stride(0), inner_stride, flat(weight), eps, flat(out))
     workers = num_workers(x.numel())
     if workers == 1: norm_rows(0, rows, *args)
-    else: norm_batch(workers, rows, *args)
+    else: in_turn(norm_batch, workers, rows, *args)
     return out
 
 # %% ../nbs/05d_cpu_ops.ipynb #aba477ee
@@ -95,7 +95,7 @@ def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Te
     args = (flat(x), x.stride(0), flat(residual), residual.stride(0), flat(weight), eps)
     workers = num_workers(x.numel())
     if workers == 1: add_norm_rows(0, len(x), *args)
-    else: add_norm_batch(workers, len(x), *args)
+    else: in_turn(add_norm_batch, workers, len(x), *args)
 
 # %% ../nbs/05d_cpu_ops.ipynb #98303d77
 @njit(numba.void(I64, I64, I64, FLAT, I64, FLAT), fastmath=FAST, error_model="numpy", cache=True)  # divide without asking whether by zero
@@ -122,7 +122,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     args = (n, flat(x), x.stride(0), flat(out))
     workers = num_workers(4 * out.numel())
     if workers == 1: silu_rows(0, rows, *args)
-    else: silu_batch(workers, rows, *args)
+    else: in_turn(silu_batch, workers, rows, *args)
     return out
 
 # %% ../nbs/05d_cpu_ops.ipynb #641940f5
@@ -188,7 +188,7 @@ def rope_and_cache(
             as_array(slot_mapping, torch.int64))
     workers = num_workers(2 * query.numel())
     if workers == 1: turn_and_store(0, len(query), *args)
-    else: turn_and_store_batch(workers, len(query), *args)
+    else: in_turn(turn_and_store_batch, workers, len(query), *args)
 
 # %% ../nbs/05d_cpu_ops.ipynb #a50178e2
 PANEL = 2 * LANES  # columns of a product that are computed together
@@ -334,7 +334,7 @@ class PackedLinear:
         args = (flat(x.contiguous()), len(x), self.depth, self.packed, self.bias, out.view(-1).numpy(), self.columns)
         workers = num_workers(self.columns * self.depth)
         if workers == 1: product_share(0, 1, *args)
-        else: product_batch(workers, *args)
+        else: in_turn(product_batch, workers, *args)
         return out
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:

@@ -115,6 +115,7 @@ def roofline(config: dict, seconds: float = 0.3, rows=(1, 8, 64, 256), **attenti
 # %% ../../nbs/07g_curves.ipynb #3b6704f6
 def main(argv: list[str]):
     "curves.py MODEL_DIR THREADS: prints one line of JSON with `decode`, `latency` and `roofline`."
+    if len(argv) < 2: raise SystemExit(main.__doc__)
     os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = argv[1]
     os.environ.setdefault("LITEVLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("LITEVLLM_LOGGING_LEVEL", "WARNING")

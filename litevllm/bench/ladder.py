@@ -25,7 +25,7 @@ def padded_attention(q, k_cache, v_cache, out, cu_seqlens_q, max_seqlen_q, sequs
     out[:n] = F.scaled_dot_product_attention(q[:n, :, None], k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True)[:, :, 0]
 
 # %% ../../nbs/07_making_it_fast.ipynb #bc70f0a0
-RUNGS = ("plain", "walk the pages", "pack the weights", "few rows", "fuse", "one call")
+RUNGS = ("plain", "walk the pages", "pack the weights", "own product", "fuse", "one call")
 
 def packed_linear(weight, bias):
     "A product by oneDNN with the weight packed once, for any number of rows."
@@ -49,7 +49,7 @@ class Ladder:
         self.linears = [m for m in modules if isinstance(m, Linear)]
         self.fused, self.blocks = [m for m in modules if isinstance(m, (RMSNorm, SiluAndMul))], [m for m in modules if isinstance(m, LlamaAttention)]
         self.kernels = [(m.kernel, packed_linear(m.weight, m.bias)) for m in self.linears]
-        self.whole = [layer.kernel for layer in self.model.model.layers]
+        self.whole = self.model.model.kernel
         pages = -(-(context + 1)//block_size)
         for layer in self.layers.values():
             layer.kv_cache = torch.randn(layer.backend.get_kv_cache_shape(max_batch*pages, block_size, layer.num_kv_heads, layer.head_size))
@@ -63,7 +63,7 @@ class Ladder:
         for linear, (own, packed) in zip(self.linears, self.kernels): linear.kernel = None if rung < 2 else packed if rung < 3 else own
         for module in self.fused: module.ops = self.ops if rung >= 4 else None
         for block in self.blocks: block.fused_rope = rung >= 4
-        for layer, whole in zip(self.model.model.layers, self.whole): layer.kernel = whole if rung >= 5 else None
+        self.model.model.kernel = self.whole if rung >= 5 else None
 
     @torch.inference_mode()
     def step(self, batch: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Ladder:
             return self.model.compute_logits(hidden)
 
 # %% ../../nbs/07_making_it_fast.ipynb #ecde5956
-CALLS = 9   # that one call replaces in a layer: two norms, four products, rotation with the cache write, attention, activation
+CALLS = 9   # that one call replaces in each layer: two norms, four products, rotation with the cache write, attention, activation
 
 def time_parts(ladder: Ladder, batch: int, seconds: float = 0.5) -> dict[str, dict[str, float]]:
     "Seconds that a step's attention calls, products and small operations take by themselves, in each of their forms."
@@ -117,12 +117,12 @@ def time_parts(ladder: Ladder, batch: int, seconds: float = 0.5) -> dict[str, di
                               "walk the pages": best_of(lambda: attention(ladder.walk.unified_attention), seconds)},
                 "products": {"plain": best_of(lambda: products([lambda x, w=m.weight, b=m.bias: F.linear(x, w, b) for m in ladder.linears]), seconds),
                              "pack the weights": best_of(lambda: products([packed for _, packed in ladder.kernels]), seconds),
-                             "few rows": best_of(lambda: products([own for own, _ in ladder.kernels]), seconds)},
+                             "own product": best_of(lambda: products([own for own, _ in ladder.kernels]), seconds)},
                 "small": {"plain": small(0), "fuse": small(4)},
-                "calls": {"fuse": CALLS*len(layers)*call, "one call": (1 if batch <= ladder.ops.FEW_ROWS else CALLS)*len(layers)*call}}
+                "calls": {"fuse": CALLS*len(layers)*call, "one call": call}}
 
 # %% ../../nbs/07_making_it_fast.ipynb #a0a45689
-CHANGES = {"walk the pages": ("attention", "plain"), "pack the weights": ("products", "plain"), "few rows": ("products", "pack the weights"),
+CHANGES = {"walk the pages": ("attention", "plain"), "pack the weights": ("products", "plain"), "own product": ("products", "pack the weights"),
            "fuse": ("small", "plain"), "one call": ("calls", "fuse")}
 
 def measure(ladder: Ladder, batch: int, rounds: int = 5, seconds: float = 0.5) -> dict:
@@ -144,6 +144,7 @@ def measure(ladder: Ladder, batch: int, rounds: int = 5, seconds: float = 0.5) -
 
 def main(argv: list[str]):
     "ladder.py MODEL_DIR THREADS: prints one line of JSON, a measurement for each batch size."
+    if len(argv) < 2: raise SystemExit(main.__doc__)
     os.environ["NUMBA_NUM_THREADS"] = argv[1]
     torch.set_num_threads(int(argv[1]))
     ladder = Ladder(argv[0])

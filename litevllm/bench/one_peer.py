@@ -187,6 +187,7 @@ def serve(peer: str, options: dict, lines, write):
 # %% ../../nbs/07d_one_peer.ipynb #8087d79a
 def main(argv: list[str]):
     "one_peer.py PEER OPTIONS: serves standard input until it ends. OPTIONS is JSON."
+    if len(argv) != 2: raise SystemExit(main.__doc__)
     real = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     def write(line): print(json.dumps(line), file=real, flush=True)

@@ -161,7 +161,7 @@ def table_text(summary: dict, floors: dict[str, dict] | None = None) -> str:
     lines = []
     for workload, peers in summary.items():
         floor = (floors or {}).get(workload)
-        lines.append(workload + (f": floor {floor['output_tokens_per_s']:.1f} tokens/s ({floor['seconds']:.2f} s: prompts {floor['prefill_s']:.2f}, decoding "
+        lines.append(workload + (f": floor {floor['output_tokens_per_s']:.1f} tokens/s, {floor['libraries_tokens_per_s']:.1f} without our own product ({floor['seconds']:.2f} s: prompts {floor['prefill_s']:.2f}, decoding "
                                  f"{floor['decode_s']:.2f}, cache {floor['kv_read_s']:.2f}); fastest products " + winners(floor["winner"]) if floor else ""))
         for peer, e in peers.items():
             if "error" in e: lines.append(f"  {peer:24s} {e['error']}")
@@ -249,11 +249,16 @@ def main(argv: list[str]) -> dict:
                                       "output_tokens": sum(r["max_tokens"] for r in w["requests"])} for w in workloads]
     def measure_floor():
         new = in_process("floor", model, options.threads, options.floor_seconds, threads=options.threads)
+        if "error" in new: return print(f"no floor: {new['error']}", file=sys.stderr)
         result["floor"] = better(result["floor"], new) if "floor" in result else new
     def save(runs=()):
         read = max(v for k, v in result["floor"]["bandwidth"].items() if k.startswith("read")) if "floor" in result and asked else None
-        floors = {w["name"]: floor_of(w, result["floor"]["gemms"], read, Shape(config).kv_bytes) for w in workloads} if read else None
-        if floors: result["floors"] = floors
+        def floors_of(gemms): return {w["name"]: floor_of(w, gemms, read, Shape(config).kv_bytes) for w in workloads}
+        floors = floors_of(result["floor"]["gemms"]) if read else None
+        if floors:
+            for name, f in floors_of({k: v for k, v in result["floor"]["gemms"].items() if k != "numba"}).items():
+                floors[name]["libraries_tokens_per_s"] = f["output_tokens_per_s"]
+            result["floors"] = floors
         if runs: result["summary"] = summarize(runs, floors)
         for workload, peers in result.get("summary", {}).items() if floors else ():     # those of an earlier run may meet a new floor
             for e in peers.values():
