@@ -356,7 +356,8 @@ class PackedLinear:
         self.packed, self.bias = pack(weight), np.empty(0, np.float32) if bias is None else bias.detach().numpy()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        "float32 [rows, n_in] -> [rows, n_out]; ValueError for another dtype"
+        "float32 [rows, n_in] -> [rows, n_out]; ValueError for another shape or dtype"
+        if x.shape[1:] != (self.depth,): raise ValueError(f"a product with {self.depth} inputs of {list(x.shape)}")
         out = torch.empty(len(x), self.columns)
         if not out.numel(): return out
         args = (flat(x.contiguous()), len(x), self.depth, self.packed, self.bias, out.view(-1).numpy(), self.columns)
