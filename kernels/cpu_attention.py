@@ -27,7 +27,7 @@ TILE = 32  # keys per step of the online softmax, a multiple of LANES
 WIDE = 4 * LANES  # numbers of a value that a pass over the tile sums
 QUERY_ROWS = 32  # query rows (tokens x heads of the group) that share a tile of keys
 SMALL = 2**15  # multiply-adds; below that, waking a second thread costs more than it saves
-LOWEST = F32(-1e30)  # below every score; finite, so that differences of it are numbers
+LOWEST = F32(-np.inf)  # below every score; where there was nothing else, -inf minus -inf makes the answer NaN, as it must be
 
 def num_workers(multiply_adds: int) -> int:
     "Threads for so much work: torch's number of them, or one where the others are not worth waking; numba is told."
@@ -206,20 +206,27 @@ def add_one(acc, x, size, score, s, pool, places, now, ahead, offset, width):
 @njit(fastmath=FAST, forceinline=True)
 def attend_tile(score, query, acc, m, l, i0, rows, group, size, keys, values, places, now, ahead, offset, first_pos, live, window, cap):
     "Rows i0 to i0 + rows - 1, of one key head, meet one tile of `live` keys; the first token is at position `first_pos`, counted from the tile's first key"
-    width, threes = min(TILE, (live + 3) // 4 * 4), rows // 3 * 3
-    for i in range(0, threes, 3): score_three(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if i == 0 else -1, offset, width)
-    for i in range(threes, rows): score_one(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if i == 0 else -1, offset, width)
+    threes = rows // 3 * 3
+    for i in range(0, threes, 3):
+        width = (min(live, first_pos + (i + 2) // group + 1) + 3) // 4 * 4  # behind it none of the three sees a key
+        score_three(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if i == 0 else -1, offset, width)
+    for i in range(threes, rows):
+        width = (min(live, first_pos + i // group + 1) + 3) // 4 * 4
+        score_one(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if i == 0 else -1, offset, width)
     for i in range(rows):
         s, pos = i * TILE, first_pos + i // group
         first, last = max(0, pos - window + 1) if window > 0 else 0, min(live, pos + 1)
         if first >= last: score[s:s + TILE] = F32(0)
         else:
             if cap > 0:
-                for j in range(s, s + width): score[j] = cap * tanh(score[j])
+                for j in range(s + first, s + last): score[j] = cap * tanh(score[j])
             weigh(score, s, first, last, m, l, i0 + i, acc, size)
-    width = min(live, first_pos + (rows - 1) // group + 1)  # behind it nobody sees a key
-    for i in range(0, threes, 3): add_three(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if i == 0 else -1, offset, width)
-    for i in range(threes, rows): add_one(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if i == 0 else -1, offset, width)
+    for i in range(0, threes, 3):
+        width = min(live, first_pos + (i + 2) // group + 1)
+        add_three(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if i == 0 else -1, offset, width)
+    for i in range(threes, rows):
+        width = min(live, first_pos + i // group + 1)
+        add_one(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if i == 0 else -1, offset, width)
 
 # %% ../nbs/05b_cpu_attention.ipynb #9f7c9845
 @njit(forceinline=True)

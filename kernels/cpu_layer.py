@@ -109,7 +109,7 @@ def make_decoder(
         scale, cap = base_two(first.impl.scale, first.impl.softcap)
         windows = np.array([layer.impl.window_size for _, layer, _, _ in contexts])
         pools = np.array([as_pool(cache).ctypes.data for _, _, cache, _ in contexts])
-        in_turn(run_layers, num_workers(qkv.columns * qkv.depth), flat(x), flat(residual), first.num_heads, first.num_kv_heads, first.head_size, *weights,
+        in_turn(run_layers, num_workers(len(x) * qkv.columns * qkv.depth), flat(x), flat(residual), first.num_heads, first.num_kv_heads, first.head_size, *weights,
                 scale, windows, cap, positions.numpy(), slots.numpy(), pools, cache.numel() // 2, cache.shape[2],
                 m.query_start_loc.numpy(), m.seq_lens.numpy(), m.block_table.numpy())
         return True

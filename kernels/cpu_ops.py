@@ -361,7 +361,7 @@ class PackedLinear:
         out = torch.empty(len(x), self.columns)
         if not out.numel(): return out
         args = (flat(x.contiguous()), len(x), self.depth, self.packed, self.bias, out.view(-1).numpy(), self.columns)
-        workers = num_workers(self.columns * self.depth)
+        workers = num_workers(out.numel() * self.depth)
         if workers == 1: product_share(0, 1, *args)
         else: in_turn(product_batch, workers, *args)
         return out

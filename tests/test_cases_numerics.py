@@ -4,6 +4,7 @@ import logging
 import math
 import random
 import re
+import shutil
 
 import pytest
 import torch
@@ -181,6 +182,23 @@ def test_N4_every_block_number_is_widened_before_it_is_multiplied(root):
     assert len(found) >= 3 and all(widened for _, widened in found), found
     cpu = (root / "kernels" / "cpu_attention.py").read_text()
     assert not re.search(r"(?<!np\.int64\()table\[", cpu), "a block number of 32 bits is used as it is"
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_REF"])
+@pytest.mark.parametrize("length", [4, 12, 16, 31])
+def test_N2_a_request_that_met_nan_leaves_none_of_it_to_its_prefix(tiny_llama, tmp_path, backend, length):
+    "One row of the embedding is broken. Who uses it fails; who begins with the same tokens gets the right ones, and not its pages."
+    broken = shutil.copytree(tiny_llama, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][300] = math.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    prefix, params = [5 + 3 * i for i in range(length)], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with LLM(tiny_llama, block_size=4, attention_backend=backend) as llm: want = llm.generate([prefix + [7]], params, use_tqdm=False)[0].outputs[0].token_ids
+    with LLM(str(broken), block_size=4, attention_backend=backend) as llm:
+        assert "not finite" in llm.generate([prefix + [300]], params, use_tqdm=False)[0].error
+        clean = llm.generate([prefix + [7]], params, use_tqdm=False)[0]
+        assert clean.error is None and clean.outputs[0].token_ids == want and clean.num_cached_tokens == 0
+        assert llm.generate([prefix + [7]], params, use_tqdm=False)[0].num_cached_tokens == length // 4 * 4
 
 
 # ---- N7

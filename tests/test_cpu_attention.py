@@ -109,6 +109,22 @@ def test_a_decode_row_does_not_depend_on_how_its_context_was_computed():
     assert torch.allclose(out[0], out[40], atol=1e-6)
 
 
+@pytest.mark.parametrize("module", [cpu, reference], ids=["numba", "reference"])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("score,finite", [(-3e38, True), (float("-inf"), False)])
+def test_the_lowest_scores_reveal_no_hidden_key(module, score, finite, window):
+    "Ten tokens whose scores are all the same and as low as they get; value j is j. Row i is the mean of what it may see, or NaN; nothing of what comes later."
+    keys, values = torch.zeros(2, 1, 16, 1, 8)
+    keys[0, :10, 0, 0], values[0, :10, 0] = score, torch.arange(10.0)[:, None]
+    q, starts, n = torch.zeros(10, 1, 8), torch.tensor([0, 10], dtype=torch.int32), torch.tensor([10], dtype=torch.int32)
+    q[..., 0] = 1
+    out = torch.empty_like(q)
+    module.unified_attention(q, keys, values, out, starts, 10, n, 10, 0.5, window_size=window, block_table=torch.zeros(1, 1, dtype=torch.int32))
+    want = torch.tensor([sum(range(max(0, i - window + 1) if window else 0, i + 1)) / min(i + 1, window or 10) for i in range(10)])
+    if finite: torch.testing.assert_close(out, want[:, None, None].expand_as(out))
+    else: assert out.isnan().all()
+
+
 def test_slot_beyond_two_to_the_31_elements():
     "Both pools are 8 GiB of address space and a few pages of memory"
     heads, dim, block = 2, 64, 16

@@ -86,9 +86,9 @@ class KVCacheManager:
         self.block_pool.cache_full_blocks(blocks[num_cached:num_full], request.block_hashes[num_cached:num_full])
         self.num_cached_block[request.request_id] = num_full
 
-    def uncache_blocks(self, request: Request) -> None:
-        "A planned step will not run after all: forget content noted for it, which now nobody will compute."
-        self.block_pool.evict_blocks(self.req_to_blocks[request.request_id][request.num_computed_tokens // self.block_size:])
+    def uncache_blocks(self, request: Request, num_kept_tokens: int) -> None:
+        "Forget content noted behind so many tokens: its step will not run after all, or what it computed is worth nothing."
+        self.block_pool.evict_blocks(self.req_to_blocks[request.request_id][num_kept_tokens // self.block_size:])
 
     def free(self, request: Request) -> None:
         "Give all blocks back, last one first, so that the tail of the sequence is evicted before its head."

@@ -100,7 +100,7 @@ class RunningPass(SchedulerBase):
         step.budget += step.num_scheduled_tokens.pop(req_id)
         del step.new_block_ids[req_id]
         step.spec_tokens.pop(req_id, None)
-        self.kv_cache_manager.uncache_blocks(victim)
+        self.kv_cache_manager.uncache_blocks(victim, victim.num_computed_tokens)
         return True
 
     def _preempt_request(self, step: Step, request: Request) -> None:

@@ -40,7 +40,9 @@ class UpdatePass(SchedulerBase):
             if token_ids:
                 if drafts and req_id in drafts: self._settle_drafts(request, len(drafts[req_id]) + 1 - len(token_ids))
                 token_ids, status = self._update_request_with_output(request, token_ids)
-            elif req_id in errors: status = RequestStatus.FINISHED_ERROR
+            elif req_id in errors:
+                status = RequestStatus.FINISHED_ERROR
+                self.kv_cache_manager.uncache_blocks(request, 0)   # its pages may hold NaN, for whoever begins with the same tokens
             else: continue                     # a partial prefill chunk: it goes on in running, with no output
             if status is not None: ended.append((request, status))
             outputs.append(self._make_output(request, token_ids, status))
