@@ -15,7 +15,7 @@ import torch
 from numba import njit, prange
 
 from . import cpu_attention, cpu_lanes, cpu_ops
-from .cpu_attention import FLAT, I32, PLACES, as_pool, attend_worker, base_two, in_turn, num_workers
+from .cpu_attention import FLAT, I32, as_pool, attend_worker, base_two, in_turn, num_workers
 from .cpu_lanes import F32, floats, forget_older
 from .cpu_ops import I64, INTS, TABLE, PackedLinear, add_norm_rows, flat, norm_rows, product_share, silu_rows, turn_and_store
 from .cpu_ops import fused_add_rms_norm, make_linear, rms_norm, rope_and_cache, silu_and_mul  # here the model finds all of its operations
@@ -35,23 +35,23 @@ def add_norm_share(worker, workers, x, residual, weight, eps):
 def turn_share(worker, workers, qkv, heads, q_norm, k_norm, eps, positions, table, slots, k_pool, v_pool):
     "A worker's share of the tokens in qkv [tokens, heads + 2 * kv_heads, size]: norm of their heads (Qwen3 has one), rotation, and the way into the cache"
     tokens, every, size = qkv.shape
-    kv_heads, wide, flat = (every - heads) // 2, every * size, qkv.reshape(-1)
+    kv_heads, wide, row = (every - heads) // 2, every * size, qkv.reshape(-1)
     begin, end = tokens * worker // workers, tokens * (worker + 1) // workers
     if len(q_norm):
         for t in range(begin, end):
             for h in range(heads + kv_heads): norm_rows(0, 1, 1, qkv[t, h], 0, 0, q_norm if h < heads else k_norm, eps, qkv[t, h])
-    turn_and_store(begin, end, positions, flat, wide, heads, flat[heads * size:], wide, flat[(heads + kv_heads) * size:], wide, kv_heads, size // 2, table,
+    turn_and_store(begin, end, positions, row, wide, heads, row[heads * size:], wide, row[(heads + kv_heads) * size:], wide, kv_heads, size // 2, table,
                    k_pool, v_pool, slots)
 
 # %% ../nbs/05g_cpu_layer.ipynb #26e5f1b4
 ROWS = 192  # a multiple of the products' six
 ADDRESSES = numba.int64[:, ::1]
-MODEL = (I64, I64, I64, I64, ADDRESSES, PLACES, numba.float32, TABLE, numba.float32, PLACES, numba.float32)
-BATCH = (INTS, INTS, PLACES, I64, I64, I32, I32, numba.int32[:, :])
+MODEL = (I64, I64, I64, I64, ADDRESSES, INTS, numba.float32, TABLE, numba.float32, INTS, numba.float32)
+BATCH = (INTS, INTS, INTS, I64, I64, I32, I32, numba.int32[:, :])
 
 @njit(numba.void(I64, FLAT, FLAT, *MODEL, *BATCH), parallel={"fusion": False}, nogil=True, cache=True)
 def run_layers(workers, x, residual, heads, kv_heads, size, inner, weights, sizes, eps, table, scale, windows, cap,
-               positions, slots, pools, places, block_size, starts, seq_lens, pages):
+               positions, slots, pools, half, block_size, starts, seq_lens, pages):
     "All layers, in place: x, flat [tokens, hidden], becomes what the last one computed, and residual what is to be added to it; at first it is zeros"
     hidden = sizes[0]
     tokens, every = len(x) // hidden, heads + 2 * kv_heads
@@ -59,7 +59,7 @@ def run_layers(workers, x, residual, heads, kv_heads, size, inner, weights, size
     qkv, seen = np.empty((tokens, every, size), F32), np.zeros((tokens, heads, size), F32)
     gate_up, act = np.empty(rows * 2 * inner, F32), np.empty(rows * inner, F32)
     for layer in range(len(weights)):
-        at, window, k_pool, v_pool = weights[layer], windows[layer], floats(pools[layer], places), floats(pools[layer] + 4 * places, places)
+        at, window, k_pool, v_pool = weights[layer], windows[layer], floats(pools[layer], half), floats(pools[layer] + 4 * half, half)
         norm, qkv_w, qkv_b, q_norm = floats(at[0], sizes[0]), floats(at[1], sizes[1]), floats(at[2], sizes[2]), floats(at[3], sizes[3])
         k_norm, o_w, o_b, post_norm = floats(at[4], sizes[4]), floats(at[5], sizes[5]), floats(at[6], sizes[6]), floats(at[7], sizes[7])
         gate_up_w, gate_up_b, down_w, down_b = floats(at[8], sizes[8]), floats(at[9], sizes[9]), floats(at[10], sizes[10]), floats(at[11], sizes[11])
@@ -109,8 +109,8 @@ def make_decoder(
         scale, cap = base_two(first.impl.scale, first.impl.softcap)
         windows = np.array([layer.impl.window_size for _, layer, _, _ in contexts])
         pools = np.array([as_pool(cache).ctypes.data for _, _, cache, _ in contexts])
-        in_turn(run_layers, num_workers(len(x) * qkv.columns * qkv.depth), flat(x), flat(residual), first.num_heads, first.num_kv_heads, first.head_size, *weights,
-                scale, windows, cap, positions.numpy(), slots.numpy(), pools, cache.numel() // 2, cache.shape[2],
+        in_turn(run_layers, num_workers(len(x) * qkv.columns * qkv.depth), flat(x), flat(residual), first.num_heads, first.num_kv_heads, first.head_size,
+                *weights, scale, windows, cap, positions.numpy(), slots.numpy(), pools, cache.numel() // 2, cache.shape[2],
                 m.query_start_loc.numpy(), m.seq_lens.numpy(), m.block_table.numpy())
         return True
     decoder.arrays = arrays  # run_layers knows only their addresses
