@@ -208,10 +208,10 @@ def attend_tile(score, query, acc, m, l, i0, rows, group, size, keys, values, pl
     threes = rows // 3 * 3
     for i in range(0, threes, 3):
         width = (min(live, first_pos + (i + 2) // group + 1) + 3) // 4 * 4  # behind it none of the three sees a key
-        score_three(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if i == 0 else -1, offset, width)
+        score_three(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if not i else -1, offset, width)
     for i in range(threes, rows):
         width = (min(live, first_pos + i // group + 1) + 3) // 4 * 4
-        score_one(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if i == 0 else -1, offset, width)
+        score_one(score, i * TILE, query, (i0 + i) * size, size, keys, places, now, ahead if not i else -1, offset, width)
     for i in range(rows):
         s, pos = i * TILE, first_pos + i // group
         first, last = max(0, pos - window + 1) if window > 0 else 0, min(live, pos + 1)
@@ -221,9 +221,9 @@ def attend_tile(score, query, acc, m, l, i0, rows, group, size, keys, values, pl
                 for j in range(s + first, s + last): score[j] = cap * tanh(score[j])
             weigh(score, s, first, last, m, l, i0 + i, acc, size)
     for i in range(0, threes, 3):
-        add_three(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if i == 0 else -1, offset, min(live, first_pos + (i + 2) // group + 1))
+        add_three(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if not i else -1, offset, min(live, first_pos + (i + 2) // group + 1))
     for i in range(threes, rows):
-        add_one(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if i == 0 else -1, offset, min(live, first_pos + i // group + 1))
+        add_one(acc, (i0 + i) * size, size, score, i * TILE, values, places, now, ahead if not i else -1, offset, min(live, first_pos + i // group + 1))
 
 # %% ../nbs/05b_cpu_attention.ipynb #9f7c9845
 @njit(forceinline=True)

@@ -162,8 +162,8 @@ def table_text(summary: dict, floors: dict[str, dict] | None = None) -> str:
     for workload, peers in summary.items():
         floor = (floors or {}).get(workload)
         lines.append(workload + (f": floor {floor['output_tokens_per_s']:.1f} tokens/s, {floor['libraries_tokens_per_s']:.1f} without our own product "
-                                 f"({floor['seconds']:.2f} s: prompts {floor['prefill_s']:.2f}, decoding {floor['decode_s']:.2f}, cache {floor['kv_read_s']:.2f}); "
-                                 "fastest products " + winners(floor["winner"]) if floor else ""))
+                                 f"({floor['seconds']:.2f} s: prompts {floor['prefill_s']:.2f}, decoding {floor['decode_s']:.2f}, "
+                                 f"cache {floor['kv_read_s']:.2f}); fastest products " + winners(floor["winner"]) if floor else ""))
         for peer, e in peers.items():
             if "error" in e: lines.append(f"  {peer:24s} {e['error']}")
             else: lines.append(f"  {peer:24s} {e['output_tokens_per_s']:7.1f} tokens/s [{e['spread'][0]:.1f}, {e['spread'][1]:.1f}] of {e['runs']} runs, "
