@@ -87,8 +87,8 @@ class KVCacheManager:
         self.num_cached_block[request.request_id] = num_full
 
     def uncache_blocks(self, request: Request, num_kept_tokens: int) -> None:
-        "Forget content noted behind so many tokens: its step will not run after all, or what it computed is worth nothing."
-        self.block_pool.evict_blocks(self.req_to_blocks[request.request_id][num_kept_tokens // self.block_size:])
+        "Forget content noted behind so many tokens: its step will not run after all, or what it computed is worth nothing. Who was preempted has none."
+        self.block_pool.evict_blocks(self.req_to_blocks.get(request.request_id, [])[num_kept_tokens // self.block_size:])
 
     def free(self, request: Request) -> None:
         "Give all blocks back, last one first, so that the tail of the sequence is evicted before its head."
