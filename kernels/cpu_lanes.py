@@ -211,4 +211,4 @@ def forget_older(name: str, *sources: ModuleType):
             for index in kept.glob(pattern): index.unlink(missing_ok=True)
             kept.mkdir(parents=True, exist_ok=True)
             stamp.write_text(texts)
-            logger.info("Compiling litevllm.kernels.%s for this CPU: up to half a minute, once", name)
+            if pattern != "*.nbi": logger.info("Compiling litevllm.kernels.%s for this CPU: up to half a minute, once", name)
